@@ -1,13 +1,10 @@
-"""Check kvhold on a GPU: `python benchmarks/gpu_check.py [--part NAME ...] [--json gpu.json]`, from
-the root of the repository.
+"""`kvhold bench gpu`, for a machine that has torch and a GPU but neither kvhold nor a network.
 
-It is `kvhold bench gpu`, for a machine that has torch and a GPU but neither kvhold nor a network.
-Packages that kvhold needs and the machine lacks are taken from `.gpu/site`, which is filled
-beforehand on a machine with a network:
+    python benchmarks/gpu_check.py --bring 3.12 [PACKAGE ...]   # with a network
+    python benchmarks/gpu_check.py [--part NAME ...] [--json gpu.json]
 
-    python benchmarks/gpu_check.py --bring 3.12 [PACKAGE ...]
-
-3.12 is the GPU machine's version of Python. PACKAGE is any other package that it lacks.
+The first command fills `.gpu/site` with packages for the GPU machine's version of Python. Run both
+in the root of the repository.
 """
 
 import os
@@ -48,11 +45,10 @@ def bring(version: str, *more: str) -> int:
 
 
 def main() -> None:
-    """Run the command."""
     sources = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
     sys.path[:0] = sources
     sys.path.append(str(SITE))  # the machine's own packages come first
-    # for the processes that parts start, such as the node
+    # for child processes, such as the node
     os.environ["PYTHONPATH"] = os.pathsep.join([*sources, str(SITE)])
     from kvhold_lab.bench.gpu.command import command
 

@@ -4,12 +4,8 @@
      "kv_connector_extra_config": {"spec_name": "HostMemorySpec", "spec_module_path":
      "vllm_host_offload", "cpu_bytes_to_use": 1000000000}}
 
-with this folder on PYTHONPATH. vLLM's `CPUOffloadingSpec` holds everything but the copies on any
-platform, and refuses to copy on a CPU; this is that spec, with its scheduler's side, its index and
-its eviction as they are, and copies in host memory. Meant to be as quick as
-that connector can be here: memory touched before use, blocks that follow each other moved in one
-piece, two threads a load, stores beside the next pass as vLLM submits them. Not a product: it is
-here to be compared with. For vLLM 0.32, whole blocks, one block a chunk.
+with this folder on PYTHONPATH. This spec has the scheduler's side, index and eviction of vLLM's
+`CPUOffloadingSpec`, which refuses to copy on a CPU. For vLLM 0.32, whole blocks, one block a chunk.
 """
 
 import queue
@@ -33,13 +29,11 @@ Rows = npt.NDArray[np.int8]  # [rows, bytes of a block in one layer]
 Ids = npt.NDArray[np.int32]
 
 _LOAD_THREADS = 2
-_STORE_THREADS = 1  # beside a pass that wants all cores
+_STORE_THREADS = 1  # a pass beside it needs all cores
 
 
 class HostMemorySpec(CPUOffloadingSpec):
-    """vLLM's spec for offloading to host memory, where the engine's blocks are in host
-    memory too.
-    """
+    """vLLM's spec for offloading, with the engine's blocks in host memory, too."""
 
     _worker: "HostMemoryWorker | None"
 
@@ -55,11 +49,9 @@ class HostMemorySpec(CPUOffloadingSpec):
 
 
 class HostMemoryWorker(OffloadingWorker):
-    """Copies blocks, layer by layer, between the engine's tensors and arrays of this process."""
-
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         self._blocks: list[Rows] = [cache.tensor.numpy() for cache in kv_caches.tensors]
-        # ones: every page is there
+        # ones: every page is present
         self._chunks: list[Rows] = [
             np.ones((num_chunks, blocks.shape[1]), np.int8) for blocks in self._blocks
         ]
@@ -131,7 +123,7 @@ class HostMemoryWorker(OffloadingWorker):
 
 
 class _Transfer:
-    """One job under way. Its parts end on the threads that copy."""
+    """A job whose parts end on the copying threads."""
 
     def __init__(self, nbytes: int, parts: int) -> None:
         self.nbytes = nbytes
@@ -140,19 +132,17 @@ class _Transfer:
         self._left = list(range(parts))  # list.pop is atomic: the last one gets 0
 
     def one_less(self) -> bool:
-        """Whether this was the last part."""
         return self._left.pop() == 0
 
 
 def _copy(source: list[Rows], target: list[Rows], pieces: list[tuple[slice, slice]]) -> None:
-    """Copy rows of each layer; numpy lets go of the GIL for each piece."""
+    """numpy releases the GIL for each piece."""
     for from_rows, to_rows in zip(source, target, strict=True):
         for from_slice, to_slice in pieces:
             to_rows[to_slice] = from_rows[from_slice]
 
 
 def _pieces(source: Ids, target: Ids) -> Iterator[tuple[slice, slice]]:
-    """The pairs of rows as slices, those that follow each other on both sides in one."""
     if not len(source):
         return
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1

@@ -2,9 +2,9 @@
 
     python examples/plugin_tier.py
 
-A tier keeps opaque values under keys of 40 bytes. `kvhold.testing.TierContract` tests that it keeps
-its contract: tests/examples/test_plugin_tier.py runs this suite. A tier in a package is named under
-the entry point group `kvhold.tiers`; this one is loaded as `plugin://module:Class`.
+A tier keeps opaque values under keys of 40 bytes. `kvhold.testing.TierContract` tests it, see
+tests/examples/test_plugin_tier.py. A tier in a package has an entry point in the group
+`kvhold.tiers`; this one is loaded as `plugin://module:Class`.
 """
 
 import sqlite3
@@ -29,15 +29,15 @@ class SQLiteTier:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._file: sqlite3.Connection | None = None  # opened at the first call
-        self._thread = ThreadPoolExecutor(1)  # SQLite blocks, and the caller is an event loop
+        self._file: sqlite3.Connection | None = None
+        self._thread = ThreadPoolExecutor(1)  # SQLite blocks
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
         return cls(url.options["file"])
 
     async def check(self) -> None:
-        await self._run("check", lambda: self._sql("SELECT 1"))  # opens the file
+        await self._run("check", lambda: self._sql("SELECT 1"))
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         sql = "SELECT length(value) FROM chunks WHERE key = ?"
@@ -130,7 +130,7 @@ def open_cache_over(file: Path) -> kvhold.LocalCache:
     return kvhold.open_cache(
         ram_bytes="64MiB",
         tiers=[f"plugin://{plugin}?file={file}&name=sqlite"],
-        plugins=[plugin],  # no other code is loaded
+        plugins=[plugin],
     )
 
 

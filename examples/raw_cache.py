@@ -1,9 +1,9 @@
-"""Store a numpy array in a cache and read it back: what an integration does, without an engine.
+"""Store a numpy array in a cache and read it back: the work of an integration, without an engine.
 
     python examples/raw_cache.py
 
-A prompt's KV is cut into chunks. `reserve` gives memory for the chunks that are missing, `commit`
-makes them visible, `lookup` finds and pins them, and `claim` gives a lease to read them.
+A prompt's KV is cut into chunks. `reserve` gives memory for missing chunks, `commit` makes them
+visible, `lookup` finds and pins them, and `claim` gives a lease to read them.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvhold.core.api import Cache
 from kvhold.core.holdings import ABSENT, ChunkBytes
 from kvhold.core.keys import Prompt
 
-# One group: 4 layers, with keys and values (2 planes) of 2 heads.
+# 4 layers, with keys and values (2 planes) of 2 heads.
 GROUP = kvhold.Group(layers=4, planes=2, heads=2, head_dim=64, dtype="float32")
 LAYOUT = kvhold.Layout(groups=(GROUP,), tokens_per_chunk=128)
 
@@ -34,7 +34,7 @@ def main() -> None:
         loaded = load(cache, prompt)
         print(f"loaded: {loaded.shape[2]} tokens, the same bytes: {np.array_equal(loaded, kv)}")
 
-        # Another prompt that begins with the same 200 tokens hits up to its last common chunk.
+        # The first 200 tokens are the same.
         other = namespace.prompt(np.concatenate([tokens[:200], tokens[:100]]))
         print(f"another prompt: {found_tokens(cache, other)} tokens")
 
@@ -45,7 +45,7 @@ def found_tokens(cache: Cache, prompt: Prompt) -> int:
 
 
 def store(cache: Cache, prompt: Prompt, kv: npt.NDArray[np.float32]) -> int:
-    """Write the chunks that the cache lacks. Return how many."""
+    """Write missing chunks. Return their number."""
     with cache.reserve(LAYOUT, prompt.chunks()) as reservation:
         places = reservation.chunks()
         for chunk in reservation.granted:
@@ -57,25 +57,25 @@ def store(cache: Cache, prompt: Prompt, kv: npt.NDArray[np.float32]) -> int:
 
 
 def load(cache: Cache, prompt: Prompt) -> npt.NDArray[np.float32]:
-    """Return the KV of the hit: [layers, planes, tokens of the hit, heads, head_dim]."""
+    """[layers, planes, tokens of the hit, heads, head_dim]."""
     parts = [np.empty((4, 2, 0, 2, 64), np.float32)]
     with cache.lookup(prompt.query()) as hit:
         lease = cache.claim(hit.ticket)
         if lease is not None:
-            with lease:  # the bytes stay in place until it is closed
+            with lease:  # the bytes stay in place in this block
                 places = lease.chunks()
                 parts += [
                     as_array(lease.buffer, places, chunk).copy()
                     for chunk in np.flatnonzero(places.offsets != ABSENT)
                 ]
-                lease.verify(LAYOUT)  # raises DamagedChunks; use no byte before
+                lease.verify(LAYOUT)  # raises DamagedChunks
     return np.concatenate(parts, axis=2)
 
 
 def as_array(
     buffer: npt.NDArray[np.uint8], places: ChunkBytes, chunk: int
 ) -> npt.NDArray[np.float32]:
-    """Return the view of one chunk: [layers, planes, tokens, heads, head_dim]."""
+    """One chunk: [layers, planes, tokens, heads, head_dim]."""
     num_tokens = int(places.num_tokens[chunk])
     at = int(places.offsets[chunk])
     end = at + LAYOUT.chunk_bytes(0, num_tokens)

@@ -2,8 +2,8 @@
 
     python examples/tenants_and_encryption.py    # needs kvhold[encryption]
 
-A tenant is a tag in the namespace, so the tenants' chunks have other names. Below memory, each
-tenant's frames are encrypted with its own key. The keys are files, and the settings name the files.
+A tenant is a tag in the namespace, so tenants' chunks have different names. Below memory, frames
+are encrypted with their tenant's key, a file that the settings name.
 """
 
 import secrets
@@ -20,7 +20,7 @@ from kvhold.core.store_options import StoreOptions
 
 GROUP = kvhold.Group(layers=2, planes=2, heads=2, head_dim=64, dtype="float32")
 LAYOUT = kvhold.Layout(groups=(GROUP,), tokens_per_chunk=128)
-TOKENS = np.arange(256)  # both tenants send the same text
+TOKENS = np.arange(256)  # of both tenants
 SECRET = b"what acme's prompt says"
 
 
@@ -45,11 +45,11 @@ def main() -> None:
             f"{any(SECRET in data for data in files)}"
         )
 
-        # A restart. Memory is empty; the keys decide who reads the disk.
+        # A restart: memory is empty; the keys decide who reads the disk.
         with open_cache(folder, keys) as cache:
             cache.register(acme)
             print(f"after a restart, acme finds {found_tokens(cache, acme)} tokens")
-        # Someone who knows acme's names, and has only the other tenant's key.
+        # A cache that knows acme's names, and has only the other tenant's key.
         with open_cache(folder, [f"acme=file:{folder / 'other.key'}"]) as cache:
             cache.register(acme)
             print(f"with the other tenant's key, {found_tokens(cache, acme)} tokens")
@@ -58,7 +58,7 @@ def main() -> None:
 def key_file(folder: Path, tenant: str) -> Path:
     file = folder / f"{tenant}.key"
     file.touch(mode=0o600)
-    file.write_text(secrets.token_hex(32))  # as `openssl rand -hex 32` writes it
+    file.write_text(secrets.token_hex(32))  # as from `openssl rand -hex 32`
     return file
 
 
@@ -71,7 +71,7 @@ def open_cache(folder: Path, keys: Sequence[str]) -> kvhold.LocalCache:
 
 
 def store(cache: kvhold.LocalCache, namespace: Namespace) -> None:
-    options = StoreOptions(tenant=namespace.tenant)  # whose key encrypts the chunks
+    options = StoreOptions(tenant=namespace.tenant)
     names = namespace.prompt(TOKENS).chunks()
     with cache.reserve(LAYOUT, names, store_options=options) as reservation:
         for at in map(int, reservation.chunks().offsets[reservation.granted]):

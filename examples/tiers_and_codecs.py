@@ -3,8 +3,8 @@
     python examples/tiers_and_codecs.py
     python examples/tiers_and_codecs.py raw lossless int8 cachegen
 
-For each codec, one cache stores a prompt's KV and is closed. A second cache has empty memory and
-the same disk. It loads the prompt, and the program prints the sizes and the largest error.
+For each codec, one cache stores a prompt's KV. A second cache with empty memory and the same disk
+loads it. The program prints the sizes and the largest error.
 """
 
 import sys
@@ -26,23 +26,23 @@ SHAPE = (4, 2, 128, 4, 64)  # of a chunk: layers, planes, tokens, heads, head_di
 
 
 def main() -> None:
-    # without a budget for loss, lossless is used in the place of a lossy codec
+    # without a budget, lossless replaces a lossy codec
     namespace = kvhold.Namespace(model="my-model", layout=LAYOUT).allowing_loss(max_error=1)
     prompt = namespace.prompt(np.arange(128 * NUM_CHUNKS))
     kv = np.random.default_rng(0).standard_normal((NUM_CHUNKS, *SHAPE), dtype=np.float32)
 
     for name in sys.argv[1:] or ["raw", "lossless", "int8"]:
-        codec = make_codec(name)  # on a new machine, this compiles it for up to half a minute
+        codec = make_codec(name)  # on a new machine, this compiles for up to half a minute
         with tempfile.TemporaryDirectory() as folder:
             settings = {"ram_bytes": "64MiB", "tiers": [disk(folder, name)]}
             with kvhold.open_cache(**settings) as cache:
                 cache.register(namespace)
                 store(cache, prompt, kv)
-                cache.flush()  # wait until the chunks are on the disk
+                cache.flush()
             stored_bytes = sum(
                 file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()
             )
-            with kvhold.open_cache(**settings) as cache:  # as after a restart
+            with kvhold.open_cache(**settings) as cache:
                 cache.register(namespace)
                 found, sources = load(cache, prompt)
         worst = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, kv, strict=True))
@@ -67,7 +67,7 @@ def store(cache: Cache, prompt: Prompt, kv: npt.NDArray[np.float32]) -> None:
 
 
 def load(cache: Cache, prompt: Prompt) -> tuple[list[npt.NDArray[np.float32]], dict[str, int]]:
-    """Return the chunks of the hit, and how many tokens came from which tier."""
+    """Return the chunks of the hit, and the tokens from each tier."""
     with cache.lookup(prompt.query()) as hit:  # waits for the disk
         lease = cache.claim(hit.ticket)
         if lease is None:

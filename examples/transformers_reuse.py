@@ -1,9 +1,8 @@
 """Ask two questions about one long text: the second answer does not compute the text again.
 
-python examples/transformers_reuse.py  # a small model with random weights; nothing is downloaded
-python examples/transformers_reuse.py MODEL  # a folder, or a name on the Hugging Face hub
-python examples/transformers_reuse.py MODEL --node  # in this host's node: run it twice, and the
-first question hits, too
+python examples/transformers_reuse.py               # a small model with random weights
+python examples/transformers_reuse.py MODEL         # a folder, or a name on the hub
+python examples/transformers_reuse.py MODEL --node  # in this host's node
 """
 
 import argparse
@@ -36,7 +35,7 @@ def main() -> None:
     )
     with kvhold.connect() if asked.node else kvhold.open_cache(ram_bytes="512MiB") as cache:
         reuse = Reuse(model, cache)
-        timed(model, questions[0][:, :16])  # the first call of a process is slow for other reasons
+        timed(model, questions[0][:, :16])  # the first call of a process is slow
         for number, question in enumerate(questions, start=1):
             plain_s, expected = timed(model, question)
             reuse_s, answer = timed(reuse, question)
@@ -52,9 +51,9 @@ def main() -> None:
 
 
 def timed(model: Any, question: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Seconds, and the question with its answer, [1, tokens].
+    """Return seconds, and the question with its answer, [1, tokens].
 
-    `model`: a model, or a Reuse, which is called the same way.
+    model: a model, or a Reuse, which is called the same way
     """
     started = time.perf_counter()
     answer = model.generate(

@@ -3,9 +3,9 @@
     python examples/two_vllm_engines.py          # a small model with random weights (kvhold-lab)
     python examples/two_vllm_engines.py MODEL    # a folder, or a name on the Hugging Face hub
 
-The first engine starts the node, a process that owns the cached KV. The second engine joins it.
-Here the node's socket is in a temporary folder, and the node ends with the program; without the
-setting `node.socket`, all engines of this user share one node.
+The first engine starts the node, a process that owns the cached KV; the second one joins. Here the
+node's socket is in a temporary folder; without `node.socket`, all engines of this user share one
+node.
 """
 
 import os
@@ -24,7 +24,7 @@ from kvhold.node import end_node
 
 PROMPT = list(range(3, 203)) * 4  # 800 tokens
 
-engine: Any = None  # vLLM's, in its own process
+engine: Any = None  # in its own process
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ def random_checkpoint() -> str:
 
 @contextmanager
 def engine_process(model: str, socket: Path) -> Iterator[Executor]:
-    """Run an engine in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         process.submit(start_engine, model, socket).result()
         try:
@@ -75,7 +74,7 @@ def engine_process(model: str, socket: Path) -> Iterator[Executor]:
             process.submit(stop_engine).result()
 
 
-# Called in an engine's process.
+# In an engine's process.
 
 
 def start_engine(model: str, socket: Path) -> None:
@@ -85,7 +84,7 @@ def start_engine(model: str, socket: Path) -> None:
     global engine
     engine = LLM(
         model=model,
-        enforce_eager=True,  # starts sooner
+        enforce_eager=True,
         max_model_len=1024,
         kv_cache_memory_bytes=256 << 20,
         kv_transfer_config=KVTransferConfig(

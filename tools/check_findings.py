@@ -1,23 +1,18 @@
 """Run the tests that docs/findings.md names on commit 5f474b0 and on today's code.
 
-    python tools/check_findings.py [--finding A1 ...] [--first-only] [--json FILE]     # in kvhold's
-    environment
+    python tools/check_findings.py [--finding A1 ...] [--first-only] [--json FILE]
 
-Today's tests run on the sources of both commits. For each test one row is printed: the finding, the
-test, and its result on either commit. On the old commit a test *passes*, *fails* (with the
-assertion or exception in one line), or *cannot run*: then an import, an attribute, an argument or a
-setting of its is missing there, and its failure proves nothing.
+Today's tests run on the sources of both commits. On the old commit a test *passes*, *fails*, or
+*cannot run*: an import, an attribute, an argument or a setting is missing there, so its failure
+proves nothing.
 
 The exit status is 1 if the page names a test that does not exist, if a test of a finding's first
-list does not fail there and pass here, or if a finding has no such test. Other tests that fail now
-are shown, and do not count. Tests that need vLLM are
-skipped without it: the findings about vLLM are then not shown to be closed, and the exit status is
-    1.
+list does not fail there and pass here, or if a finding has no such test. Tests that need vLLM are
+skipped without it, and then the exit status is 1.
 
-The first lists take some four minutes, all tests half an hour, mostly because of real engines.
-The old commit is checked out into a temporary worktree, and its kernels are compiled there, unless
-the first lists alone are run. Each file of tests runs in one process of its own on each commit. A
-test that gives no answer within `--limit-s` has failed with that reason.
+The first lists take some four minutes, all tests half an hour. The old commit is checked out into a
+temporary worktree. Each file of tests runs in one process on each commit. A test without an answer
+within `--limit-s` has failed.
 """
 
 import argparse
@@ -59,15 +54,13 @@ PASSED, FAILED, CANNOT_RUN, SKIPPED, MISSING = (
 )
 _WORST_FIRST = (FAILED, CANNOT_RUN, MISSING, SKIPPED, PASSED)
 _REPORT = "CHECK_FINDINGS_REPORT"
-_START_S = 120.0  # imports of an engine, beside the limits of the tests
+_START_S = 120.0
 _LONGEST_REASON = 160
 
 
 @dataclass
 class Finding:
-    """One section of the page. proves: tests that fail on the old commit for the finding's own
-    reason; keeps: all others.
-    """
+    """proves: tests that fail on the old commit for the finding's own reason; keeps: all others"""
 
     id: str
     title: str
@@ -77,7 +70,7 @@ class Finding:
 
 @dataclass
 class Result:
-    """The result of a test; of a class or of several parameters, the worst of their results."""
+    """The result of a class or of several parameters is the worst one."""
 
     result: str
     reason: str = ""
@@ -95,14 +88,10 @@ class Row:
 
     @property
     def shows_it(self) -> bool:
-        """Whether the test fails on the old commit for a reason that proves something, and passes
-        now.
-        """
         return self.old.result == FAILED and self.now.result == PASSED
 
 
 def read_page(text: str) -> list[Finding]:
-    """The findings of the page, in order."""
     found = []
     for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
         heading, _, body = section.partition("\n")
@@ -125,7 +114,6 @@ def read_page(text: str) -> list[Finding]:
 
 
 def exists(test: str) -> bool:
-    """Whether a class or function of this name is written in the file."""
     path, *names = test.split("::")
     if not (ROOT / path).is_file():
         return False
@@ -140,7 +128,6 @@ def exists(test: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--finding", nargs="+", metavar="ID", choices=FINDINGS, default=FINDINGS, help="these alone"
@@ -153,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     options = parser.parse_args(arguments)
-    # so that the worktree goes
+    # so that the worktree is removed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     findings = [finding for finding in read_page(PAGE.read_text()) if finding.id in options.finding]
     wanted = {
@@ -205,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the rows as a table; `*` marks tests of a finding's first list."""
+    """`*` marks tests of a finding's first list."""
     print(f"{'finding':8} {'on ' + COMMIT:12} {'now':12} test")
     for row in rows:
         print(
@@ -218,7 +205,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def complaints(rows: Sequence[Row], findings: Sequence[str]) -> list[str]:
-    """The errors of the page and of the code, a line each."""
+    """The errors of page and code, a line each."""
     wrong = [
         f"{row.finding}: {row.test}: {row.now.reason}" for row in rows if row.now.result == MISSING
     ]
@@ -239,7 +226,6 @@ def complaints(rows: Sequence[Row], findings: Sequence[str]) -> list[str]:
 
 @contextmanager
 def old_worktree(scratch: Path) -> Iterator[Path]:
-    """The old commit, checked out."""
     folder = scratch / "old"
     git = ["git", "-C", str(ROOT), "worktree"]
     subprocess.run([*git, "add", "--detach", "--quiet", str(folder), COMMIT], check=True)
@@ -251,15 +237,12 @@ def old_worktree(scratch: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs tests of the folder `root` on the sources in `sources`. scratch: a folder of its own."""
-
     sources: Path
     scratch: Path
     limit_s: int
     root: Path = ROOT
 
     def run(self, tests: Sequence[str]) -> dict[str, Result]:
-        """The result of each test."""
         results: dict[str, Result] = {}
         files: dict[str, list[str]] = {}
         for test in tests:
@@ -270,10 +253,7 @@ class Runner:
         return results
 
     def _run_file(self, file: str, listed: Sequence[str]) -> dict[str, Result]:
-        """The results of one file's tests, run in one process.
-
-        After a test that hangs, the others run in a new process.
-        """
+        """Use one process; after a test that hangs, a new one."""
         items: dict[str, Result] = {}
         left = list(listed)
         while left:
@@ -288,7 +268,7 @@ class Runner:
                 break
             items[unfinished] = Result(FAILED, ending)
             left = [test for test in left if not any(_is_of(item, test) for item in items)]
-        collected = items.get(file)  # of the file as a whole: it could not be imported
+        collected = items.get(file)  # the file could not be imported
         return {
             test: collected
             or _joined([result for item, result in items.items() if _is_of(item, test)])
@@ -296,7 +276,6 @@ class Runner:
         }
 
     def _run_pytest(self, tests: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
-        """The lines that `Recorder` wrote, and why a test that began has no result."""
         report, output, folder = (
             self.scratch / "report",
             self.scratch / "output",
@@ -355,7 +334,6 @@ def _is_of(item: str, test: str) -> bool:
 
 
 def _joined(results: Sequence[Result]) -> Result:
-    """The result of all items of a test."""
     if not results:
         return Result(MISSING, "pytest ran no such test")
     worst = min((result.result for result in results), key=_WORST_FIRST.index)
@@ -368,9 +346,6 @@ def _joined(results: Sequence[Result]) -> Result:
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """Kill the processes of a run: its session, and detached nodes, whose command lines name its
-    folder.
-    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -389,7 +364,6 @@ def _environ(sources: Path) -> dict[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Called by pytest."""
     import kvhold
 
     config.pluginmanager.register(
@@ -398,23 +372,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Recorder:
-    """Writes a line for each test that begins, and one for each that has ended, with the reason in
-    a line.
-    """
+    """Writes a line for each test that begins, and for each that ends, with the reason."""
 
     def __init__(self, file: Path, sources: Path) -> None:
         self._file = file
         self._write(sources=str(sources))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
         self._write(item=nodeid, begun=True)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: "pytest.CallInfo[None]"
     ) -> Iterator[None]:
-        """A test's setup, call or teardown has ended."""
+        """After a test's setup, call or teardown."""
         outcome: Any = yield
         report: pytest.TestReport = outcome.get_result()
         if report.skipped:
@@ -433,7 +404,6 @@ class Recorder:
             self._write(item=item.nodeid, result=PASSED, reason="")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file was imported, or could not be."""
         if report.failed:
             errors = [
                 line[1:].strip()
@@ -464,9 +434,7 @@ _WRONG_CALL = re.compile(
 
 
 def why_failed(caught: "pytest.ExceptionInfo[BaseException]", text: str, when: str) -> Result:
-    """Tell a failure that proves something from one for a missing interface. text: pytest's
-    account.
-    """
+    """Whether a failure is valid, or comes from a missing interface. text: pytest's account"""
     error = caught.value
     # without pytest's explanation of an assert
     said = "\n".join(line for line in str(error).splitlines() if not line.startswith(" "))
@@ -491,9 +459,7 @@ def why_failed(caught: "pytest.ExceptionInfo[BaseException]", text: str, when: s
 
 
 def _is_ours(owner: Any) -> bool:
-    """Whether it is a module, a class or an object of kvhold's, or one that stands for such in a
-    test.
-    """
+    """Whether it is of kvhold, or a stand-in in a test."""
     name = (
         owner.__name__
         if inspect.ismodule(owner)

@@ -2,9 +2,8 @@
 
     python tools/compile_kernels.py      # in kvhold's environment; what `make unit` runs first
 
-Numba keeps what it compiles beside the sources. On a fresh checkout that takes a minute of one
-core, and as many test processes as there are would each spend it. Where all is there already it
-takes two seconds.
+Numba keeps compiled kernels beside the sources. Otherwise each test process would spend a minute on
+a fresh checkout.
 """
 
 import os
@@ -20,9 +19,7 @@ _OF_THE_LAB = "kvhold_lab.simulate.numba_eviction"
 
 
 def main() -> None:
-    """Import each module that compiles at import, in processes that live side by side; what others
-    import as well comes first.
-    """
+    """Modules that others import come first."""
     began = time.monotonic()
     kernels = sorted(
         (path.stem for path in _KERNELS.glob("numba_*.py")), key=_imported_by, reverse=True

@@ -1,9 +1,4 @@
-"""MkDocs hooks: the site also has pages that lie outside docs/.
-
-    hooks: [tools/docs_hooks.py]  # in mkdocs.yml
-
-In the repository, their links and those to them are relative to their own places.
-"""
+"""MkDocs hooks: the site also has pages outside docs/."""
 
 import re
 from pathlib import Path
@@ -21,7 +16,6 @@ PAGES = {
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages."""
     for path, page in PAGES.items():
         text = (ROOT / path).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=_on_site(text)))
@@ -29,7 +23,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Change the links to the pages."""
     return _on_site(markdown)
 
 

@@ -18,10 +18,7 @@ _SETTINGS = ("setting", "size")
 
 
 class Docstrings(griffe.Extension):
-    """Called by Griffe for each object that it has read."""
-
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Change its docstring."""
         if isinstance(obj, griffe.Attribute) and (text := _help(obj.value)):
             obj.docstring = griffe.Docstring(text, parent=obj)
             assert isinstance(obj.value, griffe.ExprCall)
@@ -51,7 +48,7 @@ def as_markdown(text: str) -> str:
 
 
 def _help(value: Any) -> str:
-    """Return the second argument of a field that `kvhold.core.setting.setting` makes."""
+    """The second argument of `kvhold.core.setting.setting`."""
     if not isinstance(value, griffe.ExprCall) or str(value.function) not in _SETTINGS:
         return ""
     call = ast.parse(str(value), mode="eval").body

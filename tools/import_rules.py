@@ -1,15 +1,12 @@
-"""The house's rule as an import-linter contract: one table says which package may import which.
+"""The import rules as an import-linter contract: one table says which package may import which.
 
     lint-imports            # reads [tool.importlinter] in pyproject.toml
 
-Import-linter's own contract types want every module they name to exist; here a row may wait for its
-package, and a package without a row is an error. Only direct imports count,
-wherever they stand: at the top, in a function, under TYPE_CHECKING.
+Unlike in import-linter's own contracts, a row may name a future package, and a package without a
+row is an error. Only direct imports count, in functions and under TYPE_CHECKING, too.
 
-The root package itself has no row: it re-exports, and no package below it may use that, so the only
-thing a package may take from the root is its version.
-
-The first of `root_packages` is the house. It may import nothing from the others, which are outside.
+From the root package, which has no row, others may take only the version. The first of
+`root_packages` may import nothing from the others.
 """
 
 import re
@@ -39,8 +36,8 @@ class _TableField(fields.Field[dict[str, frozenset[str]]]):
 
 
 class HouseContract(Contract):
-    """Every package directly below the root has a row in `may_import`, and imports only what its
-    row names.
+    """Every package directly below the root has a row in `may_import`, and imports only packages of
+    that row.
     """
 
     type_name = "house"
@@ -49,7 +46,7 @@ class HouseContract(Contract):
 
     @property
     def _table(self) -> dict[str, frozenset[str]]:
-        """`may_import`: import-linter has put what the field parsed in the field's place."""
+        """import-linter puts the parsed value in the field's place."""
         return cast(dict[str, frozenset[str]], self.may_import)
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
@@ -73,7 +70,7 @@ class HouseContract(Contract):
         self, graph: ImportGraph, root: str, importer: str, imported: str
     ) -> list[str]:
         package, other = _package_of(importer, root), _package_of(imported, root)
-        # no row is reported once, not once an import
+        # report no row once, not once an import
         row = self._table.get(package, {ANYTHING})
         is_outside = imported.partition(".")[0] != root
         if not is_outside and (package == other or other in row or ANYTHING in row):
@@ -92,5 +89,5 @@ class HouseContract(Contract):
 
 
 def _package_of(module: str, root: str) -> str:
-    """The part of "kvhold.tiers.disk" that has a row, "tiers"; empty for the root itself."""
+    """The "tiers" of "kvhold.tiers.disk"; empty for the root."""
     return module.removeprefix(root).lstrip(".").partition(".")[0]

@@ -3,9 +3,8 @@
     python tools/report_coverage.py parts sglang             # stages, as `make test` measures them
     python tools/report_coverage.py units --part cache       # the missed lines of one package
 
-`tools/run_tests.py --measure` wrote the stages' data to `.coverage/`. The floor is `fail_under` in
-pyproject.toml. It holds in CI only: elsewhere Redis or another program may be missing, and its
-tests with it.
+`tools/run_tests.py --measure` writes the data to `.coverage/`. The floor, `fail_under` in
+pyproject.toml, holds in CI only: elsewhere Redis or another program may be missing.
 """
 
 import argparse
@@ -23,7 +22,7 @@ _MOST_FILES = 10
 
 
 def main() -> int:
-    """The exit status: 1 below the floor."""
+    """Return 1 below the floor."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="+", help="folders in .coverage/")
     parser.add_argument("--part", help="a package of kvhold, such as cache; the lines are named")

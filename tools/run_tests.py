@@ -1,14 +1,13 @@
-"""Run pytest. Tests that failed run once more, alone; those that pass then are printed as flaky.
+"""Run pytest. Failed tests run once more, alone; those that pass then are printed as flaky.
 
     python tools/run_tests.py units -m 'not vllm' -n 2 --dist loadfile
     python tools/run_tests.py --measure units -m 'not vllm' -n 2 --dist loadfile
 
-The first argument names the stage. A flaky test is a defect: the run goes on, and the last lines
-say which tests have to be mended. More than a few failures are no flakiness and end the run at
-once.
+The first argument names the stage. A flaky test is a defect to be mended. More than a few failures
+end the run at once.
 
-`--measure` writes the lines of kvhold that ran, in child processes too, to `.coverage/STAGE/`. What
-an earlier run wrote there is removed. `tools/report_coverage.py` reads it.
+`--measure` writes the executed lines, of child processes too, to `.coverage/STAGE/`, for
+`tools/report_coverage.py`.
 """
 
 import json
@@ -25,7 +24,6 @@ _SETTINGS = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status of the stage."""
     measure = arguments[0] == "--measure"
     stage, *arguments = arguments[measure:]
     data = _empty_folder(Path(".coverage", stage).absolute()) / "data" if measure else None
@@ -55,10 +53,6 @@ def _empty_folder(folder: Path) -> Path:
 
 
 def _last_failed(folder: Path) -> list[str]:
-    """The tests that failed, as pytest remembers them.
-
-    Files that could not be collected are among them.
-    """
     try:
         return sorted(json.loads((folder / "v/cache/lastfailed").read_text()))
     except (OSError, ValueError):

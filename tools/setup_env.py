@@ -1,28 +1,21 @@
-"""Makes the virtual environment that the demo and the tests run in, a real vLLM for the CPU
-included.
+"""Makes the virtual environment of the demo and the tests, with a real vLLM for the CPU.
 
-    python3 tools/setup_env.py [--venv .venv]  # what `make setup` runs; the second time it only
-    compares a stamp
+    python3 tools/setup_env.py [--venv .venv]  # what `make setup` runs; again: compares a stamp
 
-Needs Python 3.11 with its venv module, and pip's usual way to packages (its own configuration and
-PIP_* variables).
+Needs Python 3.11 with its venv module, and pip's usual access to packages (its own configuration
+and PIP_* variables).
 
-Its special cases:
-
-* The CPU build of vLLM wants torch's CPU build, which has a version of its own (`2.13.0+cpu`). We
-  ask pip for exactly that version, so where pip knows only CUDA builds it finds nothing and we stop
-  before gigabytes are downloaded.
-* vLLM's metadata names torchvision, torchaudio and torchcodec. They have no build for this torch
-  and break its import, so vLLM comes without dependencies and its requirements, less those three,
-  in one resolution with kvhold's own.
-* An environment that already holds a vLLM of the user's keeps it, and its torch with it.
-* SGLang requires GPU kernels and other versions of what vLLM requires. Its tests need only its own
-  Python and Rust, so it comes without dependencies, into a folder of its own that is on no path:
-  vLLM, transformers and their tests never see it.
+* vLLM's CPU build needs torch's CPU build (`2.13.0+cpu`). pip is asked for exactly this version, so
+  a place with CUDA builds only is an error, not a download of gigabytes.
+* vLLM's metadata names torchvision, torchaudio and torchcodec, which break this torch's import. So
+  vLLM comes without dependencies; its other requirements are resolved together with kvhold's.
+* A vLLM that the user has installed stays, with its torch.
+* SGLang requires GPU kernels and other versions than vLLM. Its tests need only Python and Rust, so
+  it comes without dependencies, into a folder that is on no path.
 
 KVHOLD_SETUP_VLLM=0              leave vLLM out; demo and tests use transformers alone
-KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  take whatever build of torch pip offers
-KVHOLD_SETUP_SGLANG=0            leave SGLang out; the tests with it are left out
+KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  accept any build of torch
+KVHOLD_SETUP_SGLANG=0            leave SGLang and its tests out
 """
 
 from __future__ import annotations
@@ -57,14 +50,13 @@ TORCH = "2.13.0"
 VLLM = "0.32.0"
 SGLANG = "0.5.23"
 EXTRAS = "dev,docs,etcd,mooncake,nats,numba,proxy,s3,transformers,yaml"
-if platform.machine() == "x86_64" and sys.version_info < (3, 13):  # it has no other wheels
+if platform.machine() == "x86_64" and sys.version_info < (3, 13):  # the only wheels
     EXTRAS += ",infinistore"
 NUM_STEPS = 6
 STAMP = "kvhold-setup.stamp"
 WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
-# as it is imported, and not there for vLLM anyway
 IMPORTED_BY_SGLANG = ("gguf", "ipython", "orjson", "traitlets")
-TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it, and a constraint keeps it
+TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it
 
 NO_CPU_TORCH = f"""\
 pip finds no CPU build of torch {TORCH} ({TORCH}+cpu). The CPU build of vLLM needs it. Nothing of
@@ -84,15 +76,15 @@ transformers, set:
 
 
 class SetupError(Exception):
-    """The message is for the user, and complete."""
+    """The message is complete."""
 
 
 class PipError(SetupError):
-    """pip failed; the message is its whole output."""
+    """The message is pip's whole output."""
 
     @property
     def found_nothing(self) -> bool:
-        """pip reached its indexes and none offers the version: not a fault of the network."""
+        """No index offers the version: no fault of the network."""
         return "No matching distribution found" in str(self) and not re.search(
             r"connection|timed? ?out|retrying", str(self), re.IGNORECASE
         )
@@ -116,8 +108,6 @@ class Settings:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, looked at from outside."""
-
     root: Path
     python: Path
     python_version: str
@@ -125,7 +115,7 @@ class Environment:
 
     @classmethod
     def at(cls, root: Path) -> Environment | None:
-        """The environment at `root`; `None` if its Python does not run."""
+        """None: its Python does not run."""
         python = root / "bin" / "python"
         code = (
             "import platform, sysconfig; print(platform.python_version()); "
@@ -150,7 +140,7 @@ class Environment:
         return found.version if found else None
 
     def pip(self, *arguments: str | Path) -> None:
-        """Run pip in silence. Raises PipError with its whole output."""
+        """Run silently. Raises PipError."""
         command = [
             self.python,
             "-m",
@@ -219,7 +209,7 @@ def set_up(root: Path, settings: Settings) -> None:
 
 
 def stamp_of(env: Environment, settings: Settings) -> str:
-    """Changes whenever a finished environment may no longer be the one we would make now."""
+    """It changes when a new environment would differ."""
     projects = [
         tomllib.loads((folder / "pyproject.toml").read_text())
         for folder in (REPOSITORY, REPOSITORY / "lab")
@@ -259,15 +249,12 @@ def make_venv(root: Path, found: Environment | None) -> Environment:
     if found.version("pip") is None:
         run([found.python, "-m", "ensurepip"], hint="This environment has no pip.")
     if version_tuple(found.version("pip") or "0") < (24,):
-        found.install("--upgrade", "pip")  # older ones read whole wheels to learn what they require
+        found.install("--upgrade", "pip")  # older ones read whole wheels for their requirements
     return found
 
 
 def bring_vllm(env: Environment, settings: Settings) -> str | None:
-    """The version of vLLM the environment now has; `None` where it does without.
-
-    Its requirements are not there yet.
-    """
+    """Return vLLM's version, or None. Its requirements are not there yet."""
     if own := env.version("vllm"):
         return own
     if not settings.vllm:
@@ -282,14 +269,13 @@ def bring_vllm(env: Environment, settings: Settings) -> str | None:
                 raise
             if settings.host == "Linux x86_64":
                 raise SetupError(NO_VLLM) from error
-            return None  # no such build for this platform: known, and told at the end
+            return None  # no build for this platform: told at the end
     return VLLM
 
 
 def bring_torch(env: Environment, settings: Settings, *, with_vllm: bool) -> str:
-    """The version of torch the environment now has.
-
-    Raises SetupError where pip offers only a CUDA build, which the settings do not allow.
+    """Return torch's version. Raises SetupError: only a CUDA build, which the settings do not
+    allow.
     """
     cpu_build = f"{TORCH}+cpu"
     # macOS has no CUDA, and no +cpu
@@ -338,10 +324,7 @@ def bring_requirements(env: Environment, torch: str) -> None:
 
 
 def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bool:
-    """Whether `sglang_folder` now holds it.
-
-    It imports vLLM's requirements, so it is left out together with vLLM.
-    """
+    """Return whether it is in `sglang_folder`. It needs vLLM's requirements."""
     folder = sglang_folder(env.root)
     if not (settings.sglang and with_vllm):
         shutil.rmtree(folder, ignore_errors=True)
@@ -360,22 +343,18 @@ def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bo
         except PipError as error:
             if not error.found_nothing:
                 raise
-            return False  # no build for this platform: known, and told at the end
+            return False  # no build for this platform: told at the end
         shutil.rmtree(folder, ignore_errors=True)
         Path(draft, "new").rename(folder)
     return True
 
 
 def sglang_folder(root: Path) -> Path:
-    """Where SGLang lies in the environment at `root`."""
     return root / f"sglang-{SGLANG}"
 
 
 def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:
-    """Lines of Requires-Dist less those of `names` and those of extras.
-
-    Other markers stay: pip evaluates them.
-    """
+    """Requires-Dist without `names` and extras. pip evaluates other markers."""
 
     def name_of(line: str) -> str:
         return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line.strip())[0]).lower()
@@ -388,9 +367,7 @@ def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:
 
 
 def check_imports(env: Environment, *, with_vllm: bool) -> None:
-    """Import in a fresh process what demo and tests import first. vLLM itself is lazy: its
-    connector classes pull in most of it.
-    """
+    """Import in a fresh process. vLLM itself is lazy, so its connector classes count."""
     modules = [
         "kvhold",
         "torch",
@@ -408,7 +385,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def run(command: Sequence[str | Path], *, hint: str) -> None:
-    """Run in silence. Raises SetupError with the whole output and the hint."""
+    """Run silently. Raises SetupError with the whole output and the hint."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SetupError(f"{' '.join(map(str, command))}\n{done.stdout}\n{hint}")

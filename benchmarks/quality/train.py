@@ -1,12 +1,9 @@
 """Train the small model that `kvhold bench quality` asks: some ten minutes of one core.
 
-    python benchmarks/quality/train.py  # writes benchmarks/quality/model: config.json,
-    model.safetensors
+    python benchmarks/quality/train.py  # writes benchmarks/quality/model/
 
-A Llama (RoPE, grouped heads, head_dim 64) learns the three kinds of questions of
-`kvhold_lab.bench.quality.tasks`, contexts short at
-first. The same seed gives the same steps: one thread, whatever the machine has. Tests are drawn
-from another seed. Nothing is read from anywhere.
+A Llama (RoPE, grouped heads, head_dim 64) learns the questions of `kvhold_lab.bench.quality.tasks`,
+contexts short at first. The same seed gives the same steps. Tests are drawn from another seed.
 """
 
 import argparse
@@ -39,9 +36,7 @@ FOLDER = Path(__file__).resolve().parent / "model"
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps with batches of `num_exams` contexts. Each step draws one length for its batch, between
-    `shortest` and `longest`.
-    """
+    """Steps with batches of `num_exams` contexts of one random length."""
 
     steps: int
     num_exams: int
@@ -58,15 +53,14 @@ PHASES = (
     Phase(350, 12, 160, 512, Asked(lookups=24, hops=10, runs=2)),
 )
 
-# The heads' initial weights. ALIKE: the factor of queries and keys. STEEP_PAIRS, STEEP: the number
-# of channel pairs that attend to the previous token, and their strength. QUIET: the factor of the
-# layers' outputs, which would otherwise drown the embeddings.
+# Initial weights of heads. ALIKE: the factor of queries and keys. STEEP_PAIRS, STEEP: the number of
+# channel pairs that attend to the previous token, and their strength. QUIET: the factor of the
+# layers' outputs, which would otherwise hide the embeddings.
 ALIKE, STEEP_PAIRS, STEEP, QUIET = 1.2, 5, 7.0, 0.12
 PEAK_RATE, WARM_UP_STEPS, LAST_RATE = 1.5e-3, 50, 0.03
 
 
 def model_of_seed(seed: int) -> Any:
-    """The model before its first step."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -90,12 +84,11 @@ def model_of_seed(seed: int) -> Any:
 
 
 def start_recalling(model: Any) -> None:
-    """Set the first half of each layer's heads so that recall can begin; the rest stays as drawn.
+    """Set the first half of each layer's heads so that recall can begin.
 
-    In layer 0 they look at the token before and write it beside the token's own embedding; above,
-    they look for a token beside which the one they stand on is written, and hand it on. From random
-    weights these two have to find each other, which takes many times as many steps as all of the
-    training here; what recall is good for (which key, two hops, runs, long contexts) is learnt.
+    In layer 0 they write the previous token beside the token's own embedding; above, they look for
+    a token with the current one beside it. From random weights, this takes many times as many
+    steps. The rest is learnt.
     """
     config = model.config
     size, rotary = config.head_dim, config.head_dim // 2
@@ -107,11 +100,10 @@ def start_recalling(model: Any) -> None:
     angles = config.rope_parameters["rope_theta"] ** (-torch.arange(rotary) / rotary)
     near = torch.zeros(2, rotary)
     near[0, :STEEP_PAIRS] = STEEP
-    # rotated back by one token
     before = torch.stack([near[0] * angles.cos(), -near[0] * angles.sin()])
     with torch.no_grad():
         shared = torch.randn(config.hidden_size)
-        # a direction that says only "here is a token"
+        # a direction that means only "a token is here"
         model.model.embed_tokens.weight.add_(shared * config.initializer_range)
         direction = shared / shared.norm() / (config.hidden_size / 2) ** 0.5
         reads, writes = (
@@ -136,7 +128,7 @@ def start_recalling(model: Any) -> None:
 def batches(
     rng: np.random.Generator, phases: tuple[Phase, ...] = PHASES
 ) -> Iterator[tuple[int, Exams]]:
-    """Number of the phase, and a batch."""
+    """The number of the phase, and a batch."""
     for number, phase in enumerate(phases):
         for _ in range(phase.steps):
             num_tokens = int(rng.integers(phase.shortest, phase.longest + 1))
@@ -153,9 +145,7 @@ def batches(
 
 
 def answers_of(model: Any, exams: Exams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits before each answer [answers, vocabulary], the answers [answers], their kinds
-    [answers].
-    """
+    """Logits [answers, vocabulary], answers [answers], and their kinds [answers]."""
     tokens = torch.from_numpy(np.concatenate([exams.contexts, exams.questions], axis=1))
     start = exams.contexts.shape[1]
     rows, places = (torch.from_numpy(index) for index in np.nonzero(exams.kinds != NO_KIND))
@@ -165,7 +155,6 @@ def answers_of(model: Any, exams: Exams) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def train(seed: int, say: Any = print) -> Any:
-    """The trained model, in float32."""
     model, rng = model_of_seed(seed), np.random.default_rng(seed)
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim <= 1]
@@ -213,7 +202,7 @@ def main() -> None:
     options = parser.parse_args()
     model = train(options.seed)
     model.to(torch.bfloat16).save_pretrained(options.folder)
-    (options.folder / "generation_config.json").unlink(missing_ok=True)  # nothing is generated
+    (options.folder / "generation_config.json").unlink(missing_ok=True)
     with torch.no_grad():
         exams = draw(
             np.random.default_rng(options.seed + 1),

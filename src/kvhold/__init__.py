@@ -4,11 +4,10 @@
     with kvhold.open_cache(ram_bytes="2GiB") as cache:  # in this process
         ...                                             # kvhold.connect() joins this host's node
 
-Importing this package loads no torch and probes no device. The names below are resolved on first
-use.
+Importing this package loads no torch and probes no device.
 """
 
-TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest of this module
+TYPE_CHECKING = False  # as in `typing`, whose import is slow
 if TYPE_CHECKING:
     from kvhold.cache import LocalCache, open_cache
     from kvhold.core.api import Cache, Hit

@@ -1,5 +1,3 @@
-"""`python -m kvhold`: the command line."""
-
 from kvhold.cli import main
 
 main()

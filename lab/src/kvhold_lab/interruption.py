@@ -1,5 +1,3 @@
-"""`with ending_in_order(): ...` ends a command cleanly on SIGTERM."""
-
 import signal
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Folders made atomically in the user's cache."""
-
 import errno
 import hashlib
 import json
@@ -20,10 +18,8 @@ def fingerprint(recipe: Any) -> str:
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """Return `path`. If it is missing, `write` fills an empty folder, which is then renamed.
-
-    Safe in several processes. Raises OSError if the folder cannot be written, and the errors of
-    `write`; then nothing is left behind.
+    """If `path` is missing, `write` fills an empty folder, which is then renamed. Safe in several
+    processes.
     """
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,3 @@
-"""Option types, and the options that several commands share."""
-
 import math
 import os
 from collections.abc import Callable
@@ -33,7 +31,7 @@ class Number(click.FloatRange):
 
 
 class OutputFile(click.Path):
-    """A file that is written at the end of a run, and checked at the start.
+    """Written at the end of a run, and checked at the start.
 
     endings: allowed suffixes
     """
@@ -56,19 +54,17 @@ class OutputFile(click.Path):
 
 
 def json_option(what: str = "the rows") -> Option:
-    """`--json`, as `json_file: Path | None`."""
     return click.option(
         "--json", "json_file", type=OutputFile(), help=f"Write {what} to this file."
     )
 
 
 def plot_option(what: str, name: str = "--plot") -> Option:
-    """The file of a picture, as `Path | None`."""
     return click.option(name, type=OutputFile(*PICTURES), help=f"Draw {what}.")
 
 
 def only_option(name: str, parameter: str, what: str = "", **others: Any) -> Option:
-    """An option that may be repeated, as a tuple; empty: all."""
+    """Repeatable, as a tuple; empty: all."""
     text = f"Only these{what}. [default: all]"
     return click.option(name, parameter, multiple=True, help=text, **others)
 
@@ -84,7 +80,6 @@ def model_size_option(default: str = "small") -> Option:
 
 
 def tokens_option(default: int | None = 4_000, *, least: int = 512, text: str = "") -> Option:
-    """`--tokens`. text: the end of its help"""
     return click.option(
         "--tokens",
         type=click.IntRange(least, 16_000),
@@ -103,12 +98,11 @@ def default_option(
 def threads_option(
     what: str = "Threads of each engine; use fewer if others use the cores.",
 ) -> Option:
-    """`--threads`, as `threads: int | None`; None: all cores."""
     return click.option("--threads", type=click.IntRange(1), help=f"{what} [default: all cores]")
 
 
 def folder_option() -> Option:
-    """`--folder`, as `folder: Path | None`: the place of disk tiers' files."""
+    """`folder: Path | None`: the place of disk tiers' files."""
     return click.option(
         "--folder",
         type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -1,4 +1,4 @@
-"""Answers of lookups: how long the hit is, and why it is not longer."""
+"""Answers of lookups: the length of the hit, and the reason of its end."""
 
 from itertools import islice
 
@@ -26,7 +26,7 @@ from kvhold.core.reasons import (
 )
 from kvhold.tiers.ram import Entry, RamTier
 
-_MOST_SIBLINGS = 256  # keys of the missing chunk that are looked up for the reason
+_MOST_SIBLINGS = 256  # missing keys looked up for the reason
 
 
 class Answers:
@@ -77,7 +77,7 @@ class Answers:
             return SLOWER
         if search is not None and gap is not None and search.idle and gap.key in search.places:
             return NOT_NEEDED
-        if search is not None:  # the reason is a chunk that neither RAM nor a tier has
+        if search is not None:
             gap = self.gap_anywhere(presence, extent, search)
         if gap is None:
             return WHOLE
@@ -92,7 +92,6 @@ class Answers:
         if search is not None and (why := search.unknown.get(gap.key) or search.silent):
             return why
         if self._has_tiers and search is None:
-            # the tiers are being cleared, so they were not probed
             return CLEARED
         places = search.places if search is not None else ()
         siblings = islice(gap.siblings(), _MOST_SIBLINGS)
@@ -110,7 +109,6 @@ class Answers:
         return describe(reason, gap.key, self._evictions.ago_s(gap.key), missing)
 
     def expected_back(self, gap: Gap | None) -> ExpectedChunk | None:
-        """Return the missing chunk with its expected return; None if the policy expects none."""
         ago_s = None if gap is None else self._evictions.ago_s(gap.key)
         if gap is None or ago_s is None:
             return None

@@ -1,8 +1,7 @@
-"""Divides a loop's long work into short steps, with other work between them.
+"""Divides a loop's long work into short steps.
 
-A unit of work is about one microsecond. Units are counted, not measured, so equal calls make equal
-steps. In a node, a step also ends after a time: with cold memory or on a slow machine, a unit takes
-longer. Calls yield at least every 60 units or so.
+A unit of work is about one microsecond. Units are counted, so equal calls make equal steps. A
+node's step also ends after a time, for slow machines.
 """
 
 import time
@@ -14,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 TURN = 250  # units per step
 TURN_S = 0.0007  # per step of a node
-_ONE_TURN_KEYS = 250  # a call with at most this many keys is one step
+_ONE_TURN_KEYS = 250
 _MOST_DROPPED = 1000  # list items per step
 _MOST_POPPED = 60  # dictionary items per step
 
@@ -42,7 +41,7 @@ class Chores:
             self.add(turns)
 
     def step(self, units: int = TURN, most_s: float = inf) -> bool:
-        """Do about `units` of work. Return whether there is more."""
+        """Return whether there is more work."""
         end_s = time.perf_counter() + most_s
         while self._work and units > 0:
             done = next(self._work[0], None)
@@ -56,7 +55,7 @@ class Chores:
 
 
 def emptied(*lists: list[Any]) -> Iterator[int]:
-    """Empty lists in steps: freeing a million objects takes many milliseconds."""
+    """Freeing a million objects takes many milliseconds."""
     for one in lists:
         while one:
             del one[-_MOST_DROPPED:]
@@ -81,7 +80,7 @@ def finish(turns: Turns[Result]) -> Result:
 
 
 def in_one_turn(call: Callable[Arguments, Turns[Result]]) -> Callable[Arguments, Result]:
-    """Return the call that does all its steps at once."""
+    """Return a call that does all steps at once."""
 
     @wraps(call)
     def finished(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -98,13 +97,12 @@ class Running(Generic[Result]):
     result: Result
 
     def __init__(self, turns: Turns[Result], most_s: float = inf) -> None:
-        """most_s: per step"""
         self._turns = turns
         self._most_s = most_s
         self.is_done = False
 
     def step(self, units: int = TURN) -> bool:
-        """Do about `units` of work. Return whether the call is done. Raises the call's errors."""
+        """Return whether the call is done."""
         end_s = time.perf_counter() + self._most_s
         while units > 0 and time.perf_counter() < end_s:
             try:

@@ -1,10 +1,9 @@
-"""When namespaces were last cleared, so that the hosts of one engine can compare (`node/span.py`).
+"""When namespaces were last cleared, for the hosts of one engine to compare (`node/span.py`).
 
-A clear of everything counts for each namespace. Times are nanoseconds of the host's clock, and a
-later clear has a later time even if the clock was set back. No I/O.
+Times are nanoseconds, and increase even if the clock was set back. No I/O.
 """
 
-_MOST_NAMESPACES = 4096  # a forgotten one was never cleared, which costs another clear
+_MOST_NAMESPACES = 4096
 
 
 class ClearTimes:
@@ -13,14 +12,11 @@ class ClearTimes:
         self._ns: dict[bytes, int] = {}
 
     def of(self, namespace: bytes) -> int:
-        """Return the time of the last clear; 0: none."""
+        """Return the last clear's time; 0: none."""
         return max(self._all_ns, self._ns.get(namespace, 0))
 
     def note(self, prefix: bytes, now_ns: int, at_ns: int = 0) -> None:
-        """Note a clear; an empty prefix means all.
-
-        at_ns: the time of the clear of another host that is repeated here; 0: it is this host's
-        """
+        """at_ns: time of another host's clear that is repeated here; 0: this host's own"""
         if not prefix:
             latest_ns = max(self._all_ns, *self._ns.values(), 0)
             self._all_ns = max(at_ns or now_ns, latest_ns + 1)

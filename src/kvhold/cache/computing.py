@@ -1,14 +1,8 @@
-"""The chunks that engines compute now, and the lookups that wait for them.
+"""The chunks that engines compute now, and the lookups that wait.
 
-    is_announced = computing.announce(owner, number, query, layout, hit_tokens, intent)
-    wait = computing.begin_wait(owner, query, layout, hit_tokens, intent)
-    computing.end_of(wait)       # None while it lasts
-    computing.withdraw(owner, number)
-
-An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
-withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
-counts as stored when memory has it for every shard and every group with full attention; the other
-groups' chunks are stored with it. No I/O.
+An announcement names the whole chunks after a hit. It ends when they are stored or withdrawn, when
+its owner leaves, or when it is late and another engine announces the same chunks. A chunk is stored
+when memory has all its shards and full-attention groups. No I/O.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -22,22 +16,17 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeCost, ComputeIntent, prefill_s
 from kvhold.tiers.ram import RamTier
 
-_MOST_KEYS = 1024  # of an announcement; so it is made in one turn
-_MOST_ANNOUNCEMENTS = 1024  # of an owner
-_MOST_CHUNKS = 16_384  # in all announcements of an owner
-_LEAST_S = 0.05  # computing that takes less is not waited for
-_AS_FAST = (
-    1.1  # a wait may take so much longer than computing, because the engine serves others during it
-)
-_LATE = 1.5  # promises and estimates may be off by this factor
+_MOST_KEYS = 1024  # per announcement, made in one turn
+_MOST_ANNOUNCEMENTS = 1024  # per owner
+_MOST_CHUNKS = 16_384  # per owner
+_LEAST_S = 0.05  # shorter computing is not waited for
+_AS_FAST = 1.1
+_LATE = 1.5
 
 
 class WaitEnd(StrEnum):
-    """Why a wait ended.
-
-    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: they did not
-    come when promised. SLOWER: computing the rest here is faster. CUT_SHORT: the caller waits no
-    more
+    """ENDED: the chunks are not announced any more. LATE: they did not come when promised. SLOWER:
+    computing the rest here is faster. CUT_SHORT: the caller stopped waiting
     """
 
     STORED = "stored"
@@ -49,15 +38,12 @@ class WaitEnd(StrEnum):
 
 @dataclass(eq=False)
 class Announcement:
-    """Chunks that an engine computes.
-
-    chunks:       by name, those that are not stored yet, in the order of the prompt
+    """chunks:       by name, not stored yet, in the prompt's order
     start_tokens: tokens that the engine has, or loads
     done_tokens:  the end of the stored chunks
-    progress_s:   when the last chunk was stored; at first, when the announcement was made
-    token_bytes:  KV bytes of a token
-    tails:        names of the tails, which come with the chunk before them
-    is_withdrawn: only chunks that are being written are left
+    progress_s:   time of the last stored chunk, or of the announcement
+    tails:        names of the tails, which come with the preceding chunk
+    is_withdrawn: only chunks being written are left
     """
 
     number: int
@@ -74,7 +60,7 @@ class Announcement:
     is_withdrawn: bool = False
 
     def promised_s(self, cost: ComputeCost, last: int) -> float:
-        """Return the seconds from the announcement until the tokens before `last` are stored."""
+        """Return the seconds until the tokens before `last` are stored."""
         step, begin = cost.step_tokens, self.start_tokens
         end = min(begin + -(-(last - begin) // step) * step, self.cost.num_tokens)
         return prefill_s(cost, begin, max(end, last)) + _copy_s(cost, last - begin, self)
@@ -82,7 +68,7 @@ class Announcement:
 
 @dataclass
 class _Chunk:
-    """missing: the keys that memory lacks. end: its last token's number, plus one"""
+    """missing: the keys that memory lacks. end: in tokens"""
 
     missing: set[bytes]
     end: int
@@ -90,11 +76,8 @@ class _Chunk:
 
 @dataclass(eq=False)
 class Wait:
-    """A lookup's wait.
-
-    names:      the awaited chunks that are not stored
-    end_tokens: the end of the last awaited chunk
-    hit_end:    the end of the hit with all these chunks, and perhaps a tail
+    """names:      awaited chunks that are not stored
+    hit_end:    the end of the hit with these chunks, and perhaps a tail
     is_broken:  an awaited chunk is not announced any more
     """
 
@@ -137,7 +120,7 @@ class Computing:
     ) -> bool:
         """Announce the chunks after a hit that no engine computes yet. False: there are none.
 
-        A chunk whose announcement is late, or much slower, counts as one that no engine computes.
+        A late or much slower announcement does not count.
         """
         if intent is None or not intent.announces:
             return False
@@ -181,7 +164,6 @@ class Computing:
         return True
 
     def withdraw(self, owner: Hashable, number: int) -> None:
-        """End an announcement, if there is one, but for chunks that are being written."""
         announcement = self._by_owner.get(owner, {}).get(number)
         if announcement is None:
             return
@@ -196,7 +178,6 @@ class Computing:
                 self._drop(announcement, name)
 
     def stored(self, key: bytes) -> None:
-        """Note a key that has become visible in memory."""
         if not self._by_name:
             return
         name = key[:NAME_BYTES]
@@ -217,13 +198,11 @@ class Computing:
         self._forget(announcement, name)
 
     def not_stored(self, key: bytes) -> None:
-        """Note a key that got no memory, or whose memory was freed before it was visible."""
         announcement = self._by_name.get(name := key[:NAME_BYTES])
         if announcement is not None and key in announcement.chunks[name].missing:
             self._drop(announcement, name)
 
     def is_computed(self, key: bytes, owner: Hashable) -> bool:
-        """Whether an engine other than `owner` computes a chunk."""
         announcement = self._by_name.get(key[:NAME_BYTES])
         return announcement is not None and announcement.owner != owner
 
@@ -235,7 +214,6 @@ class Computing:
         hit_tokens: int,
         intent: ComputeIntent | None,
     ) -> Wait | None:
-        """Begin to wait for the chunks after a hit; None: computing them is faster."""
         if intent is None or not intent.waits or not self._by_name:
             return None
         size, names = layout.tokens_per_chunk, set[bytes]()
@@ -263,11 +241,10 @@ class Computing:
         return wait
 
     def expected_s(self, wait: Wait) -> float:
-        """Return the seconds until the awaited chunks are due."""
         return max(0.0, self._due_s(wait.announcement, wait.cost, wait.end_tokens) - self._clock())
 
     def end_of(self, wait: Wait) -> WaitEnd | None:
-        """Return why a wait is over; None: it is not. Cheap."""
+        """Return why a wait is over, or None. Cheap."""
         if wait.is_broken:
             return WaitEnd.ENDED
         if not wait.names:
@@ -284,13 +261,11 @@ class Computing:
         return None
 
     def leave(self, wait: Wait, end: WaitEnd) -> None:
-        """End a wait."""
         wait.announcement.waits.discard(wait)
         self._metrics.add("kvhold_waited_for_computing", result=end)
         self._metrics.add("kvhold_waited_for_computing_seconds", self._clock() - wait.began_s)
 
     def take_news(self) -> bool:
-        """Whether a wait has ended since the last call."""
         news, self._has_news = self._has_news, False
         return news
 
@@ -313,7 +288,6 @@ class Computing:
                 del self._by_owner[announcement.owner]
 
     def _is_beaten(self, announcement: Announcement, by: Announcement, last: int) -> bool:
-        """Whether an announcement is late, or another one promises its chunks much earlier."""
         cost = _known(by.cost, announcement.cost)
         if not cost.is_known or announcement.owner == by.owner:
             return False
@@ -322,7 +296,6 @@ class Computing:
         return self._is_late(announcement, cost) or left_s > _LATE * by.promised_s(cost, end)
 
     def _is_late(self, announcement: Announcement, cost: ComputeCost) -> bool:
-        """Whether the next chunk is late by half of its promised time."""
         cost = _speed(announcement.cost, cost)
         following = next(iter(announcement.chunks.values()), None)
         if following is None or not cost.is_known:
@@ -331,7 +304,7 @@ class Computing:
         return self._clock() > self._due_s(announcement, cost, following.end) + allowed_s
 
     def _due_s(self, announcement: Announcement, cost: ComputeCost, last: int) -> float:
-        """Return when the tokens before `last` are due, at the engine's pace so far."""
+        """Return when the tokens before `last` are due, at the engine's present pace."""
         cost = _speed(announcement.cost, cost)
         done_s = (
             announcement.promised_s(cost, announcement.done_tokens)
@@ -344,14 +317,14 @@ class Computing:
         return announcement.progress_s + pace * left_s
 
     def _waiting_s(self, wait: Wait) -> float:
-        """Return the seconds to the first token with the awaited chunks."""
+        """Seconds to the first token with the awaited chunks."""
         cost, end = wait.cost, wait.hit_end
         begin = cost.computed_tokens
         loading_s = _copy_s(cost, end - begin, wait.announcement) if end > begin else 0.0
         return self.expected_s(wait) + loading_s + _rest_s(cost, end)
 
     def _alone_s(self, wait: Wait, hit_tokens: int) -> float:
-        """Return the seconds to the first token without the chunks after a hit."""
+        """Seconds to the first token without them."""
         cost = wait.cost
         begin = cost.computed_tokens
         loading_s = (
@@ -361,27 +334,21 @@ class Computing:
 
 
 def _rest_s(cost: ComputeCost, hit_tokens: int) -> float:
-    """At least the last token is computed, for its output."""
+    """The last token is always computed, for its output."""
     begin = min(max(hit_tokens, cost.computed_tokens), cost.num_tokens - 1)
     return prefill_s(cost, begin, cost.num_tokens)
 
 
 def _copy_s(cost: ComputeCost, num_tokens: int, announcement: Announcement) -> float:
-    """Return the seconds to copy KV between engine and arena, in either direction."""
     return cost.load_s + num_tokens * announcement.token_bytes * cost.load_byte_s
 
 
 def _known(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
-    """Return the costs, with the speeds of another engine if its own are unknown."""
     return cost if cost.is_known or not other.is_known else _with_speed(cost, other)
 
 
 def _speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
-    """Return an engine's costs as another engine sees them.
-
-    Engines of one host are mostly alike. So the other engine's own speeds count, unless the two
-    differ by more than their errors.
-    """
+    """The other engine's own speeds count, unless the two differ by more than their errors."""
     alike = _with_speed(cost, other)
     if not cost.is_known or not other.is_known:
         return alike if other.is_known else cost
@@ -423,12 +390,10 @@ def _token_bytes(query: Query, layout: Layout) -> float:
 
 
 def _tails(query: Query) -> Iterator[tuple[int, bytes]]:
-    """Yield the length and name of each tail."""
     for length, tail_hash in zip(query.tail_lengths, split_hashes(query.tail_hashes), strict=True):
         yield length, query.namespace + tail_hash
 
 
 def _names(query: Query, first: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and name of each whole chunk from number `first` on."""
     for at, chain_hash in enumerate(split_hashes(query.hashes[first * HASH_BYTES :])):
         yield first + at, query.namespace + chain_hash

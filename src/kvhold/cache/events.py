@@ -1,7 +1,5 @@
-"""The latest admissions to memory and removals, as numbered events.
-
-Numbers begin at a random value. So a number of another run or cache is answered with *lost*. Only
-the cache writes to the log.
+"""The latest admissions to memory and removals, as numbered events. Numbers begin at a random
+value.
 """
 
 from collections.abc import Iterable
@@ -10,7 +8,7 @@ from secrets import randbits
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 500  # events per batch; a batch takes a millisecond
+MOST = 500
 
 
 class EventLog:
@@ -35,15 +33,15 @@ class EventLog:
             self._ring[(self._last - self._first) % self._limit] = event
 
     def after(self, number: int) -> EventBatch:
-        """Return the events after `number`, oldest first, at most MOST."""
+        """Oldest first, at most MOST."""
         new = self._last - number
-        if not 0 <= new <= len(self._ring):  # too old, or not a number of this log
+        if not 0 <= new <= len(self._ring):
             return EventBatch([], self._last, lost=True)
         if not new:
             return EventBatch([], number)
         begin, count = (number + 1 - self._first) % self._limit, min(new, MOST)
         events = self._ring[begin : begin + count]
-        events += self._ring[: count - len(events)]  # the part after the wrap-around
+        events += self._ring[: count - len(events)]
         return EventBatch(events, number + count)
 
 

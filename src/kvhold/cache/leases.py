@@ -4,7 +4,7 @@
     reserve_turns -> commit_turns / abandon_turns
 
 An *owner* is this process or a connection to the node. Only the owner or `release_owner` frees
-uncommitted memory, because the owner may still write. No I/O.
+uncommitted memory, because the owner may still write.
 """
 
 import logging
@@ -28,16 +28,14 @@ from kvhold.tiers.ram import Entry, RamTier
 log = logging.getLogger(__name__)
 
 Owner = Hashable
-_MOST_LEASED = 125  # entries per step
-_MOST_AT_ONCE = 2000  # more entries than this are freed in the background
-_MOST_ABANDONED = 300  # entries abandoned per step
+_MOST_LEASED = 125  # per step
+_MOST_AT_ONCE = 2000  # longer lists are freed in the background
+_MOST_ABANDONED = 300  # per step
 
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """A lease of one shard's chunks.
-
-    offsets:    `[group][chunk]`; ABSENT: not present
+    """offsets:    `[group][chunk]`; ABSENT: missing
     num_tokens: `[chunk]`
     checksums:  `[group]`; packed, of the present chunks
     """
@@ -58,11 +56,9 @@ class Held:
 
 @dataclass
 class _Ticket:
-    """A hit that may be claimed.
-
-    shards:   `{shard: [group][chunk]}`
+    """shards:   `{shard: [group][chunk]}`
     claiming: number of claims in progress, which need the pins
-    dropped:  the ticket was released; the last claim unpins its entries
+    dropped:  released; the last claim unpins the entries
     """
 
     owner: Owner
@@ -103,12 +99,10 @@ class Leases:
         self._holdings: dict[Owner, _Holdings] = {}
 
     def tickets_of(self, owner: Owner) -> list[int]:
-        """Return an owner's tickets, settled or not."""
         held = self._holdings.get(owner)
         return list(held.tickets) if held is not None else []
 
     def promise(self, owner: Owner, number: int) -> None:
-        """Add the ticket of a lookup that is not settled."""
         self._of(owner).tickets.add(number)
 
     def withdraw(self, owner: Owner, number: int) -> None:
@@ -123,7 +117,7 @@ class Leases:
         prefix: Prefix[Entry],
         pinned: list[Entry],
     ) -> None:
-        """Create the ticket of a hit. The ticket takes over the pins."""
+        """The ticket takes over the pins."""
         shards = {
             shard: [prefix.rows[group, shard] for group in range(len(layout.groups))]
             for shard in query.shard_numbers
@@ -136,18 +130,15 @@ class Leases:
         self._of(owner).tickets.add(hit.ticket)
 
     def found(self, ticket: int) -> Found | None:
-        """Return a settled hit; None for an invalid ticket."""
         held = self._tickets.get(ticket)
         return held.found if held is not None else None
 
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, is_arriving: bool = False
     ) -> Turns[ClaimAnswer | None]:
-        """Pin one shard's entries; None if the ticket is invalid or has no such shard.
+        """None: invalid ticket or shard. The ticket's pins stay until the last step.
 
-        The ticket's pins stay until the last step.
-
-        is_arriving: the ticket is valid but not settled; used for the metric's reason
+        is_arriving: the ticket is not settled; for the metric's reason
         """
         held = self._tickets.get(ticket)
         if held is None or shard not in held.shards:
@@ -177,11 +168,7 @@ class Leases:
         num_tokens: list[int],
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> Turns[ClaimAnswer]:
-        """Lease entries.
-
-        may_go_on: asked between steps; False ends the lease before the remaining entries, because
-                   the caller no longer pins them
-        """
+        """may_go_on: False ends the lease early, because the caller no longer pins the rest"""
         lease, holdings = next(self._numbers), self._of(owner)
         leased = holdings.leases[lease] = []
         holdings.lease_bytes[lease] = 0
@@ -208,7 +195,7 @@ class Leases:
         return ClaimAnswer(lease, offsets, num_tokens, [bytes(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
-        """Remove the chunks that a reader reports as damaged. A wrong report costs only a miss."""
+        """A wrong report costs a miss."""
         reported = set(offsets)
         self.remove_damaged(
             [entry for entry in self._of(owner).leases.get(lease, []) if entry.offset in reported],
@@ -232,7 +219,7 @@ class Leases:
             self._ram.remove(entry, why=DAMAGED)
 
     def release(self, owner: Owner, number: int) -> None:
-        """Release a ticket or a lease. Leases outlive their ticket."""
+        """Leases outlive their ticket."""
         held = self._tickets.get(number)
         if held is not None and held.owner == owner:
             self._drop_ticket(number)
@@ -250,7 +237,7 @@ class Leases:
         groups: bytes | None,
         store_options: StoreOptions,
     ) -> Turns[Grant]:
-        """Reserve memory for missing chunks, up to the first that does not fit.
+        """Reserve memory up to the first chunk that does not fit.
 
         groups: `[group][chunk]`, one byte each; 0: do not reserve. None: reserve all
         """
@@ -269,12 +256,12 @@ class Leases:
     def commit_turns(
         self, owner: Owner, reservation: int, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
-        """Make chunks visible. checksums: see `Reservations.commit_turns`."""
+        """See `Reservations.commit_turns`."""
         reservations = self._of(owner).reservations
         if (reserved := reservations.get(reservation)) is not None:
             yield from self._reservations.commit_turns(reserved, chunks, checksums)
             if not reserved.chunks:
-                reservations.pop(reservation, None)  # another call may have removed it
+                reservations.pop(reservation, None)
 
     def abandon_turns(self, owner: Owner, reservation: int) -> Turns[None]:
         reservations = self._of(owner).reservations
@@ -283,7 +270,6 @@ class Leases:
             reservations.pop(reservation, None)
 
     def place_near(self, owner: Owner, numa_node: int | None) -> None:
-        """Prefer memory of this NUMA node for an owner's later reservations."""
         self._of(owner).numa_node = numa_node
 
     def touches_memory(self, owner: Owner) -> bool:
@@ -312,14 +298,13 @@ class Leases:
             reservation.is_given_up = True
 
     def release_owner(self, owner: Owner) -> None:
-        """Release an owner's leases and reservations. Its tickets were released before."""
+        """Its tickets were released before."""
         held = self._holdings.get(owner)
         if held is None:
             return
         for entries in held.leases.values():
             self._pins.unpin(entries)
         for reservation in held.reservations.values():
-            # others may reserve the same chunks now
             reservation.is_given_up = True
             abandoning = self._reservations.abandon_turns(reservation)
             if reservation.num_entries <= _MOST_ABANDONED:

@@ -48,10 +48,7 @@ class LocalCache(WholePrompts):
     """After `close`, every call raises KVHoldError."""
 
     def __init__(self, config: Config, *, policy: Policy | None = None) -> None:
-        """policy: memory's policy; None: the one that `config.policy` names
-
-        Raises CapacityError, or ConfigError for invalid tiers.
-        """
+        """Raises CapacityError, or ConfigError for invalid tiers."""
         self._config = config
         self._arena = Arena.create(
             config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages
@@ -62,7 +59,7 @@ class LocalCache(WholePrompts):
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._read_only = np.frombuffer(self._arena.buffer.toreadonly(), dtype=np.uint8)
-        # its thread may call `_happen` before `make_tier_worker` returns
+        # its thread may call `_happen` at once
         self.tier_worker: TierWorker | None = None
         with on_error(self._unmap):
             self.tier_worker = make_tier_worker(config, self._state, self._happen)
@@ -290,17 +287,16 @@ class LocalCache(WholePrompts):
 
     def _await(self, ticket: int, wait_s: float) -> Found:
         """Wait for a hit. The caller holds the lock."""
-        with on_error(lambda: self._state.release(self._owner, ticket)):  # only it knows the ticket
+        with on_error(lambda: self._state.release(self._owner, ticket)):
             self._lock.wait_for(lambda: self._closed or self._state.is_over(ticket), wait_s)
         return self._state.refresh(ticket, settle=True)
 
     def _move(self) -> None:
-        """Submit the state's commands. The caller holds the lock."""
+        """The caller holds the lock."""
         if self.tier_worker is not None:
             self.tier_worker.submit(self._state.take_commands())
 
     def _happen(self, event: Callable[[], None]) -> None:
-        """Apply an event, in the tier worker's or the scrubber's thread."""
         with self._lock:
             event()
             self._move()
@@ -308,7 +304,6 @@ class LocalCache(WholePrompts):
         self._finish_chores()
 
     def _finish_chores(self) -> None:
-        """Do the state's background work. Other threads can take the lock between steps."""
         while self._state.has_chores:
             with self._lock:
                 if self._closed:

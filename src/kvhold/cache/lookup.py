@@ -5,9 +5,8 @@
     arriving -> chunks are read and pinned; the hit may still grow
     settled  -> the hit has a ticket (`leases.py`), or there is none
 
-A lookup that needs no tier is settled at once. It announces what its engine will compute. A lookup
-may wait again before it is settled. `Searches` handles the first three states. Between two steps, a
-lookup may be released or cleared. No I/O.
+A lookup announces the chunks that its engine will compute. Between two steps, it may be released or
+cleared. No I/O.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,18 +38,16 @@ from kvhold.core.reasons import (
 )
 from kvhold.tiers.ram import Entry, RamTier
 
-_MOST_NOTED = 64  # missing chunks per step, for the policy
-_MOST_USED = 16  # present chunks per step, for the policy
+_MOST_NOTED = 64  # per step
+_MOST_USED = 16  # per step
 _USED_UNITS = 7  # per present chunk, if all are leaves
-_LEARNING = 4  # a lookup takes this many times as long with a learning policy
-_LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
-_MOST_FUTILE = 2  # waits of a lookup that brought nothing
+_LEARNING = 4  # factor of a lookup's time with a learning policy
+_LOOKUP_ATTEMPTS = 3  # a clear repeats a lookup
+_MOST_FUTILE = 2  # waits that brought nothing
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A lookup's arguments."""
-
     owner: Owner
     query: Query
     layout: Layout
@@ -75,9 +72,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Looked:
-    """What a lookup found in memory.
-
-    num_clears: of memory, before it looked
+    """num_clears: of memory, before the lookup
     missing:    the first missing chunk, if it is expected back
     """
 
@@ -139,7 +134,7 @@ class Lookups:
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
     ) -> Turns[Found]:
-        """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
+        """See `core.api.Cache.lookup`."""
         layout = self._find_layout(query.layout)
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
@@ -148,7 +143,6 @@ class Lookups:
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
-        """Return a ticket's current hit; an empty `Found` if none."""
         num_keys = self._searches[ticket].num_keys if ticket in self._searches else 0
         turns = self._refresh(ticket, settle=settle)
         return finish(turns) if is_short(num_keys) else (yield from turns)
@@ -156,7 +150,7 @@ class Lookups:
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
     ) -> Turns[ClaimAnswer | None]:
-        """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
+        """See `Leases.claim_turns`. arriving: do not settle the hit"""
         if first_chunk < 0:
             raise ProtocolError(f"first_chunk is {first_chunk}; it must be 0 or more")
         while self._is_arriving(ticket):
@@ -188,7 +182,7 @@ class Lookups:
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def is_over(self, ticket: int) -> bool:
-        """Whether nothing more will arrive, or a wait for computing is over. Cheap."""
+        """Whether nothing more will arrive, or a wait is over. Cheap."""
         search = self._searches.get(ticket)
         if search is None or search.wait is None:
             return search is None or search.over
@@ -198,12 +192,11 @@ class Lookups:
         return len(self._searches[ticket].sources) if ticket in self._searches else 0
 
     def take_news(self) -> bool:
-        """Whether a search or a wait for computing has ended since the last call."""
         news, self._has_news = self._has_news, False
         return self._computing.take_news() or news
 
     def release(self, owner: Owner, number: int) -> bool:
-        """Release an unsettled lookup. Return False if the owner has no such lookup."""
+        """False: the owner has none."""
         search = self._searches.get(number)
         if search is None or search.owner != owner:
             return False
@@ -216,7 +209,6 @@ class Lookups:
         return True
 
     def search_ended(self, number: int) -> None:
-        """Note that nothing more will arrive for a search."""
         if self._searches[number].owner is None:
             self._let_go(self._searches.take(number))
         self._has_news = True
@@ -246,7 +238,7 @@ class Lookups:
         return Found(0, 0, reason=CLEARED)
 
     def _answer_or_search(self, looked: _Looked) -> Turns[Found | None]:
-        """Return the lookup's answer, or None: memory was cleared meanwhile."""
+        """None: memory was cleared."""
         asked, extent, declined = looked.asked, looked.extent, False
         wait = self._computing.begin_wait(
             asked.owner, asked.query, asked.layout, extent.num_tokens, asked.intent
@@ -259,7 +251,7 @@ class Lookups:
             )
             if not declined:
                 return (yield from self._search(looked))
-        # in the same turn as `begin_wait`, so that of two lookups the first announces
+        # in the same turn as `begin_wait`, so the first of two lookups announces
         is_announced = self._computing.announce(
             asked.owner,
             looked.number,
@@ -278,11 +270,10 @@ class Lookups:
         return found
 
     def _search(self, looked: _Looked, wait: Wait | None = None) -> Turns[Found | None]:
-        """Begin a search, which begins with the wait if there is one."""
         number, asked = looked.number, looked.asked
         self._leases.promise(asked.owner, number)
         yield from self._searches.begin_turns(number, asked.search(wait), looked.prefix)
-        if looked.num_clears != self._ram.num_clears:  # its pins may have been cleared
+        if looked.num_clears != self._ram.num_clears:
             self._forget_search(number, asked.owner)
             return None
         if (search := self._searches.get(number)) is not None:
@@ -296,7 +287,7 @@ class Lookups:
         asked = looked.asked
         pinned = yield from looked.prefix.in_order_turns()
         yield from self._pins.pin_turns(pinned)
-        if looked.num_clears != self._ram.num_clears:  # the hit may have been cleared
+        if looked.num_clears != self._ram.num_clears:
             self._pins.unpin(pinned)
             return None
         answer = self._judge(looked, declined=declined)
@@ -310,7 +301,6 @@ class Lookups:
         return answer
 
     def _note_use_turns(self, asked: _Asked, prefix: Prefix[Entry]) -> Turns[None]:
-        """Tell the policies of memory and of tiers which prompt was looked up."""
         query, layout, uses = asked.query, asked.layout, asked.uses
         if uses == "none":
             return
@@ -338,7 +328,6 @@ class Lookups:
             self._let_go(search)
 
     def _judge(self, looked: _Looked, *, declined: bool) -> Found:
-        """Return the answer from memory, counted, with a reason."""
         number, asked = looked.number, looked.asked
         answer = self._answers.answer(number, asked.owner, looked.presence, looked.extent)
         if asked.cost is not None:
@@ -370,7 +359,7 @@ class Lookups:
             else:
                 present = yield from prefix.in_order_turns()
                 yield from self._pins.pin_turns(present)
-                self._pins.unpin(present)  # a pin counts as a use, so they are evicted last
+                self._pins.unpin(present)
         finally:
             self._pins.unpin(held)
 
@@ -383,10 +372,6 @@ class Lookups:
         prefix: Prefix[Entry] | None = None,
         sample: bool = False,
     ) -> Turns[None]:
-        """Load chunks without a waiting request.
-
-        sample: load only one chunk, to measure its tier
-        """
         number, clears, has_begun = next(self._numbers), self._ram.num_clears, False
         held: list[Entry] = []
         try:
@@ -396,7 +381,7 @@ class Lookups:
                 ).take_turns()
             search = Search(None, query, layout, num_keys, sample=sample)
             yield from self._searches.begin_turns(number, search, prefix)
-            has_begun = clears == self._ram.num_clears  # else pins may have been cleared
+            has_begun = clears == self._ram.num_clears
         finally:  # the caller may have closed this generator
             if number in self._searches and not has_begun:
                 self._let_go(self._searches.take(number))
@@ -413,7 +398,7 @@ class Lookups:
         while self._is_arriving(ticket):
             search = self._searches[ticket]
             if search.settling:
-                yield TURN  # another call is settling it
+                yield TURN  # another call settles it
                 continue
             if search.wait is not None:
                 end = self._computing.end_of(search.wait)
@@ -444,7 +429,6 @@ class Lookups:
         return self._leases.found(ticket) or Found(0, 0)
 
     def _waits_again(self, ticket: int, search: Search, extent: Extent) -> bool:
-        """Begin to wait for the chunks after a hit, if that is faster."""
         if search.wait is not None or search.futile >= _MOST_FUTILE:
             return search.wait is not None
         search.wait = self._computing.begin_wait(
@@ -511,7 +495,6 @@ class Lookups:
                 answer = Found(0, 0, reason=SLOWER)
             pinned = (yield from self._pins.hold_turns(prefix)) if answer.ticket else []
             is_settled = True
-            # the search was released during these steps
             if self._searches.get(number) is not search:
                 self._pins.unpin(pinned)
                 return Found(0, 0)
@@ -538,7 +521,7 @@ class Lookups:
             return answer
         finally:
             search.settling = False
-            if not is_settled:  # the caller has closed this generator
+            if not is_settled:
                 search.forget_what_is_here()
 
     def _waited_s(self, search: Search) -> float:
@@ -571,7 +554,6 @@ class Lookups:
 
 
 def _steps(runs: Iterable[ValueRun], first: int, last: int, most: int) -> Iterator[ValueRun]:
-    """Divide the runs of the chunks `first` to `last - 1` into runs of at most `most` chunks."""
     for run in runs:
         end = min(run.last, last)
         for begin in range(max(run.first, first), end, most):

@@ -1,5 +1,3 @@
-"""Warns of a lossy codec that encodes nothing, because the settings allow no loss."""
-
 from kvhold.codecs.budget import LOSSLESS
 from kvhold.codecs.registry import is_lossy
 from kvhold.core.config import RulesConfig
@@ -7,7 +5,7 @@ from kvhold.core.rules import request_rules
 
 
 def loss_warning(codec: str, rules: RulesConfig) -> str | None:
-    """Return why a tier's codec encodes no chunk that is stored under `rules`; None: it does."""
+    """Return why a tier's codec encodes no chunk stored under `rules`, or None."""
     if not is_lossy(codec) or request_rules(None, rules).store_options.allows_loss:
         return None
     return (

@@ -1,10 +1,6 @@
 """Decides how much of a prompt's KV to load, and remembers why.
 
-    planner.pays(cost, query, layout, here)    # before the probe
-    planner.plan(number, cost, layout, found)  # after it
-    planner.is_too_slow(number, ...)           # during the reads
-
-The engine states its costs; the tiers' costs are measured (`transfer/speeds.py`). No I/O.
+Tiers' costs are measured (`transfer/speeds.py`). No I/O.
 """
 
 import time
@@ -36,18 +32,16 @@ from kvhold.core.planning import (
 
 _REMEMBERED = 512
 _SHOWN = 20
-_SURELY = 1.05  # a wait ends early only if going on without it is faster by this factor
-_LATE = 1.5  # a probe is late when it takes this many times its estimate
-_TRY_S = 30.0  # between samples of a slow tier
+_SURELY = 1.05  # required gain to end a wait early
+_LATE = 1.5
+_TRY_S = 30.0
 IN_RAM = -1
 
 
 @dataclass(frozen=True)
 class ChunkPlaces:
-    """Where a prompt's chunks are.
-
-    here:    the hit in memory alone
-    extent:  the hit in memory and all tiers
+    """here:    the hit in memory alone
+    extent:  the hit in memory and tiers
     nbytes:  `[chunk]`, over all groups and shards
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
     sources: `{"ram" or a tier's name: tokens}`
@@ -63,10 +57,7 @@ class ChunkPlaces:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How much to load.
-
-    num_tokens: the length of the planned hit
-    chunks:     number of chunks to request now
+    """chunks:     number to request now
     wait_s:     until all planned chunks have arrived
     more_bytes: `{tier: bytes}` to request later
     """
@@ -79,11 +70,6 @@ class LoadPlan:
 
 @dataclass
 class Marks:
-    """The plan of a search, and its position in the tiers' queues.
-
-    by_tier: `{tier: TierSpeed.requested_bytes after the search's last read}`
-    """
-
     by_tier: dict[int, int] = field(default_factory=dict)
     plan: LoadPlan | None = None
 
@@ -111,7 +97,6 @@ class Planner:
     def is_worth_loading(
         self, cost: ComputeCost, query: Query, layout: Layout, num_tokens: int
     ) -> bool:
-        """Whether a copy from memory is faster than computing."""
         tokens = np.array([0, num_tokens])
         nbytes = np.array([0, _load_bytes(layout, query.num_shards, cost, num_tokens)])
         return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
@@ -161,10 +146,7 @@ class Planner:
         return costs[0] if costs is not None else 0.0
 
     def plan(self, number: int, cost: ComputeCost, layout: Layout, found: ChunkPlaces) -> LoadPlan:
-        """Choose how much to load.
-
-        The first requests are limited to a few times the bytes that a tier has delivered at once.
-        """
+        """First requests are limited to a few times the bytes that a tier has delivered at once."""
         options = self._options_here(cost, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),
@@ -194,7 +176,6 @@ class Planner:
         return LoadPlan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
     def requested(self, tier: int, nbytes: int) -> int:
-        """Note a read. Return the tier's `requested_bytes` after it."""
         self.speeds[tier].requested(nbytes, self.clock())
         return self.speeds[tier].requested_bytes
 
@@ -233,7 +214,7 @@ class Planner:
             left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
         elif marks.plan is not None:
             goal = max(here, marks.plan.num_tokens)
-            # other searches' reads may end while this search's reads hang
+            # other searches' reads may end while this search's hang
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
         then = LoadOptions(
             np.array([goal]),
@@ -302,11 +283,6 @@ class Planner:
         wait_s: float,
         is_plan: bool,
     ) -> None:
-        """Note a wait for tokens that another engine computes.
-
-        end_tokens: the end of these tokens
-        is_plan:    the lookup is planned
-        """
         here = self._options_here(cost, query, layout, hit_tokens)
         nbytes = _load_bytes(layout, query.num_shards, cost, end_tokens)
         options = _joined(
@@ -346,7 +322,7 @@ class Planner:
                 return
 
     def explain(self, request: str) -> list[Decision]:
-        """Return decisions, newest first. request: a request's name or a part; empty: all"""
+        """Newest first. request: part of a name; empty: all"""
         decisions = list(reversed(self._decisions.values()))
         exact = [decision for decision in decisions if decision.request == request]
         return (exact or [decision for decision in decisions if request in decision.request])[
@@ -401,9 +377,8 @@ class Planner:
         found: ChunkPlaces,
         waits: Mapping[int, "np.ndarray[Any, Any]"],
     ) -> LoadOptions:
-        """Return one option per chunk end beyond the hit in memory.
-
-        If some group has no full attention, return only the option of the whole hit.
+        """Return one option per chunk end beyond the hit in memory; without full attention in each
+        group, only the whole hit.
         """
         size, count = layout.tokens_per_chunk, found.extent.chunks
         ends = np.arange(1, count + 1) * size
@@ -423,7 +398,7 @@ class Planner:
 
 
 def _load_bytes(layout: Layout, shards: int, cost: ComputeCost, num_tokens: int) -> int:
-    """Return the bytes to copy to the engine. A tail counts as a whole chunk."""
+    """A tail counts as a whole chunk."""
     first = cost.computed_tokens // layout.tokens_per_chunk
     counts = [
         len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)
@@ -446,13 +421,7 @@ def _joined(one: LoadOptions, other: LoadOptions) -> LoadOptions:
 
 
 def _choice(cost: ComputeCost, alternatives: Mapping[str, Alternative]) -> str:
-    """Name a choice.
-
-    nothing:         nothing was found
-    unknown:         the engine's costs are not known
-    has:             the engine already has the whole hit
-    all, part, none: the share that is loaded
-    """
+    """all, part, none: the share to load. has: the engine has the hit"""
     chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens
     if not everything:
         return "nothing"

@@ -7,8 +7,8 @@ from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
 from kvhold.core.layout import Layout
 
-_MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
-_MOST_ROWS = 1 << 12  # groups times shards; some steps visit all of them
+_MOST_KEYS = 1 << 20  # per query: 100 MB of keys
+_MOST_ROWS = 1 << 12  # groups times shards, which some steps visit
 
 
 def check_query(layout: Layout, query: Query) -> int:

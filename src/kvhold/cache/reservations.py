@@ -1,8 +1,8 @@
 """Reserves memory for missing chunks. A writer fills it, then commits or abandons it.
 
 A writer abandons only after it has stopped writing. After `stalled_after_s`, another writer may
-reserve the same chunks in other memory; a later commit by the first writer is ignored. So no memory
-has two owners, and no key has two entries. No I/O.
+reserve the same chunks in other memory; the first one's late commit is ignored. So memory never has
+two owners, and a key never two entries. No I/O.
 """
 
 import time
@@ -32,14 +32,14 @@ from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 MAX_SHARDS = 0xFFFF
-_MOST_COMMITTED = 16  # entries per step
-_MOST_CHECKSUMS = 125  # entries per step
+_MOST_COMMITTED = 16  # per step
+_MOST_CHECKSUMS = 125  # per step
 _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 
 @dataclass(frozen=True)
 class Grant:
-    """reservation: its number; 0: nothing was granted
+    """reservation: 0: nothing was granted
     offsets:     `[group][chunk]`; ABSENT: not granted
     """
 
@@ -49,11 +49,8 @@ class Grant:
 
 @dataclass
 class ReservedChunks:
-    """Reserved chunks that are neither committed nor abandoned.
-
-    chunks:      `{chunk number: entries of the granted groups}`
-    numa_node:   the writer's NUMA node
-    is_given_up: others need not wait for the writer before they reserve the same chunks
+    """chunks:      `{chunk number: entries of the granted groups}`
+    is_given_up: others may reserve the same chunks at once
     """
 
     layout: Layout
@@ -97,7 +94,7 @@ class Reservations:
         self._stalled_after_s = stalled_after_s
         self._clock = clock
         self._refused = refused
-        # by key: the entry, the time of its reservation, its reservation
+        # by key: entry, time of reservation, reservation
         self._writing: dict[bytes, tuple[Entry, float, ReservedChunks]] = {}
 
     def reserve_turns(
@@ -108,7 +105,7 @@ class Reservations:
         *,
         groups: bytes | None = None,
     ) -> Turns[list[list[int]]]:
-        """Reserve memory. Return offsets, `[group][chunk]`. Raises ProtocolError, LayoutError."""
+        """Return offsets, `[group][chunk]`. Raises ProtocolError, LayoutError."""
         layout, store_options = reservation.layout, reservation.store_options
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):
@@ -152,12 +149,12 @@ class Reservations:
                     num_tokens=num_tokens,
                     first_token=first_token,
                     expires_at=expires_at,
-                    # tiers get chunks through memory, so with tiers memory may not decline any
+                    # with tiers, memory may decline none
                     if_worth=self._writes is None,
                     numa_node=reservation.numa_node,
                 )
                 self._ram.unpin_all(there)
-                if entries is None:  # later chunks are useless without this one
+                if entries is None:
                     why = self._ram.refusal
                     self._metrics.add(
                         "kvhold_store_skipped_chunks",
@@ -180,13 +177,12 @@ class Reservations:
     def commit_turns(
         self, reservation: ReservedChunks, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
-        """Make chunks visible, the last one first.
-
-        Then eviction by age never takes a prefix before its continuation.
+        """Make chunks visible, the last first, so eviction by age never takes a prefix before its
+        continuation.
 
         checksums: `checksums.BYTES` bytes per chunk, granted group and layer; None: keep none
 
-        Raises ProtocolError if `checksums` has a wrong size; then nothing is committed.
+        Raises ProtocolError for a wrong size of `checksums`; nothing is committed then.
         """
         if checksums is not None:
             yield from _keep_checksums(
@@ -196,14 +192,14 @@ class Reservations:
             )
         numbers = sorted(set(chunks) & reservation.chunks.keys(), reverse=True)
         committed: list[list[Entry]] = []
-        held: list[Entry] = []  # visible, but not in the write queue yet
+        held: list[Entry] = []
         try:
             size = max(1, _MOST_COMMITTED // len(reservation.layout.groups))
             for begin in range(0, len(numbers), size):
                 part = [
                     reservation.take(number)
                     for number in numbers[begin : begin + size]
-                    if number in reservation.chunks  # another call may have taken it
+                    if number in reservation.chunks
                 ]
                 committed += part
                 entries = [entry for of_chunk in part for entry in of_chunk]
@@ -228,7 +224,7 @@ class Reservations:
         self._is_written(entries)
         stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
         count_entries(self._metrics, "stored", stored)
-        if len(stored) < len(entries):  # the others were cleared
+        if len(stored) < len(entries):
             count_entries(
                 self._metrics,
                 "abandoned",
@@ -238,7 +234,7 @@ class Reservations:
             self._ram.commit(entry)
 
     def abandon_turns(self, reservation: ReservedChunks) -> Turns[None]:
-        """Free the chunks. Chunks that are not freed yet stay in the reservation."""
+        """The reservation keeps chunks not freed yet."""
         while reservation.chunks:
             entries = reservation.take(next(reversed(reservation.chunks)))
             self._is_written(entries)
@@ -261,7 +257,6 @@ class Reservations:
         return missing, there
 
     def _take_over(self, key: bytes) -> bool:
-        """Remove a stalled writer's entry. Return whether there was one."""
         entry, since_s, reservation = self._writing.get(key, (None, inf, None))
         if entry is None or reservation is None or not self._ram.is_being_written(entry):
             return False

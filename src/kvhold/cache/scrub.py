@@ -1,7 +1,6 @@
 """Compares idle chunks in memory with their checksums, to find damage before readers do.
 
-A thread pins a few chunks for some milliseconds and hashes them; xxhash releases the GIL. `take`,
-`compare` and `give_back` never wait, so the simulation calls them without a thread.
+A thread pins and hashes a few chunks at a time. `take`, `compare` and `give_back` never wait.
 """
 
 import threading
@@ -16,8 +15,8 @@ from kvhold.core.checksums import unpack
 from kvhold.core.status import ScrubStatus
 from kvhold.tiers.ram import Entry
 
-_BATCH_BYTES = 16 << 20  # pinned at a time, about 2 ms of hashing
-_MOST_BYTES_S = 1 << 30  # speed limit, even for a short interval
+_BATCH_BYTES = 16 << 20  # about 2 ms of hashing
+_MOST_BYTES_S = 1 << 30
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
 
 
@@ -25,14 +24,12 @@ class Scrubber:
     def __init__(
         self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float
     ) -> None:
-        """post:       runs a call under the state's lock, or in its loop
-        interval_s: seconds per pass; 0: never scrub
-        """
+        """post: runs a call under the state's lock or in its loop"""
         self._state = state
         self._post = post
         self._interval_s = interval_s
         self._parts: Iterator[list[Entry]] = iter(())
-        self._waiting: list[Entry] = []  # from the current part
+        self._waiting: list[Entry] = []
         self._taken: SimpleQueue[list[Entry] | None] = SimpleQueue()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -46,7 +43,7 @@ class Scrubber:
         return self
 
     def stop(self) -> None:
-        """Stop, and wait until the thread reads no chunk."""
+        """Stop. Returns when the thread reads no chunk."""
         self._stopped.set()
         self._taken.put(None)
         if self._thread is not None:
@@ -60,7 +57,7 @@ class Scrubber:
         }
 
     def step(self) -> int | None:
-        """Compare some chunks. Return their bytes; None at a pass's end or after `stop`."""
+        """None: a pass's end, or after `stop`."""
         self._post(lambda: self._taken.put(self.take()))
         entries = self._taken.get()
         if entries is None:
@@ -70,7 +67,7 @@ class Scrubber:
         return sum(entry.nbytes for entry in entries)
 
     def pause_s(self, nbytes: int | None) -> float:
-        """Return the pause after a step of `nbytes`; None: before the first step."""
+        """None: before the first step."""
         if nbytes is None:
             return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
         return max(
@@ -78,7 +75,7 @@ class Scrubber:
         )
 
     def take(self) -> list[Entry] | None:
-        """Pin some chunks, called through `post`. Return None at the end of a pass."""
+        """Pin some chunks; called through `post`. None: a pass's end."""
         if not self._waiting:
             part = next(self._parts, None)
             if part is None:
@@ -99,14 +96,14 @@ class Scrubber:
         return entries
 
     def compare(self, entry: Entry) -> Iterator[bool]:
-        """Yield for each layer whether its checksum is right."""
+        """Yield for each layer whether it is right."""
         view, checksums = self._state.ram.view(entry), unpack(entry.checksums)
         size = len(view) // len(checksums)
         for layer, stated in enumerate(checksums):
             yield xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated
 
     def give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
-        """Remove the damaged chunks and unpin all, called through `post`."""
+        """Called through `post`."""
         self._state.metrics.add("kvhold_scrubbed_chunks", len(entries))
         self._state.metrics.add("kvhold_scrubbed_bytes", sum(entry.nbytes for entry in entries))
         self._state.remove_damaged(damaged, "scrubber")

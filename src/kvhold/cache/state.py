@@ -1,11 +1,8 @@
-"""The cache as a state machine: calls and events in, answers and commands out; no I/O, no locks.
+"""The cache as a state machine: calls and events in, answers and commands out. No I/O, no locks.
 
-    lookup -> a ticket with pins -> claim (own pins, one shard) -> release each
-    reserve -> commit / abandon
-
-`lookup.py` and `leases.py` decide, `index/` finds chunks in memory, `transfer/` moves chunks to and
-from the tiers. `LocalCache` drives the state under a lock, the node from its loop. A call `x_turns`
-is the call `x` in steps.
+`lookup.py` and `leases.py` decide, `index/` finds chunks in memory, `transfer/` moves them to and
+from tiers. `LocalCache` drives the state under a lock, the node from its loop. A call `x_turns` is
+the call `x` in steps.
 """
 
 import time
@@ -56,11 +53,7 @@ def new_state(
     *,
     numa_nodes: Sequence[int] = (),
 ) -> "CacheState":
-    """Raises ConfigError.
-
-    policy:     memory's policy; None: the one that `config.policy` names
-    numa_nodes: see `RamTier`
-    """
+    """Raises ConfigError."""
     if config.policy_for != "tokens" and config.policy != "learned":
         raise ConfigError(
             f"policy_for = {config.policy_for!r} needs policy = 'learned', not {config.policy!r}"
@@ -88,8 +81,6 @@ def new_state(
 
 
 class CacheState:
-    """The cache's parts. Most calls go to `Lookups` or `Leases`."""
-
     def __init__(
         self,
         ram: RamTier,
@@ -102,17 +93,16 @@ class CacheState:
         policy_for: str = "tokens",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """write_behind_bytes: the most bytes that may wait for the tiers
-        stalled_after_s:    see `Reservations`
-        policy_for:         see `ChunkValues`
+        """stalled_after_s: see `Reservations`
+        policy_for:      see `ChunkValues`
         """
         self.ram = ram
         self.metrics = metrics
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
-        self.turn_units, self.turn_s = TURN, inf  # per step
+        self.turn_units, self.turn_s = TURN, inf
         self._has_tiers = num_tiers > 0
         self._layouts: dict[bytes, Layout] = {}
-        # a random start: no ticket of an earlier run is valid
+        # no ticket of an earlier run is valid
         self._numbers = count(randbits(48) << 8 | 1)
         self._commands: list[Command] = []
         self._clears = 0
@@ -193,37 +183,31 @@ class CacheState:
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
     ) -> Turns[Found]:
-        """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
         return self._lookups.lookup_turns(
             owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent
         )
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
-        """Return a ticket's current hit; an empty `Found` if none."""
         return self._lookups.refresh_turns(ticket, settle=settle)
 
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
     ) -> Turns[ClaimAnswer | None]:
-        """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
         return self._lookups.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving)
 
     def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
         return self._lookups.prefetch_turns(owner, query)
 
     def is_over(self, ticket: int) -> bool:
-        """Whether nothing more will arrive, or a wait for computing is over. Cheap."""
         return self._lookups.is_over(ticket)
 
     def num_arrived(self, ticket: int) -> int:
         return self._lookups.num_arrived(ticket)
 
     def take_news(self) -> bool:
-        """Whether a search or a wait for computing has ended since the last call."""
         return self._lookups.take_news()
 
     def release(self, owner: Owner, number: int, *, keep_announcement: bool = False) -> None:
-        """Release a ticket and its announcement, a lease or a re-encoding."""
         if not keep_announcement:
             self._computing.withdraw(owner, number)
         if self.reencodings.find(owner, number) is not None:
@@ -232,7 +216,7 @@ class CacheState:
             self._leases.release(owner, number)
 
     def release_owner(self, owner: Owner) -> None:
-        """Release an owner's holdings. It must no longer touch the arena."""
+        """The owner must no longer touch the arena."""
         self.reencodings.drop_all(owner)
         self._computing.withdraw_all(owner)
         for ticket in self._leases.tickets_of(owner):
@@ -277,11 +261,9 @@ class CacheState:
     abandon = in_one_turn(abandon_turns)
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
-        """Remove the chunks that a reader reports as damaged. A wrong report costs only a miss."""
         self._leases.damaged(owner, lease, offsets)
 
     def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
-        """found_by: reader, writer or scrubber"""
         self._leases.remove_damaged(entries, found_by)
 
     def holdings(self) -> HeldStatus:
@@ -294,15 +276,13 @@ class CacheState:
         return self._leases.touches_memory(owner)
 
     def give_up(self, owner: Owner) -> None:
-        """Let others reserve an owner's uncommitted chunks, in other memory."""
         self._computing.withdraw_all(owner)
         self._leases.give_up(owner)
 
     def clear(self, namespace: bytes | None, *, at_ns: int = 0) -> int:
-        """Forget all chunks, or one namespace. Return the number in RAM.
+        """Return the number of removed chunks in RAM. namespace: None: all
 
-        at_ns: repeat a clear of another host, from this time, unless there was one since; 0: this
-               host's own clear
+        at_ns: time of another host's clear, repeated unless there was one since; 0: this host's own
         """
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError(
@@ -314,14 +294,10 @@ class CacheState:
         return self._clear(namespace or b"", learned=False)
 
     def cleared_ns(self, namespace: bytes) -> int:
-        """Return the time of the last clear of a namespace or of everything; 0: none.
-
-        Clears that were learned from a shared tier do not count.
-        """
+        """0: none. Clears learned from a shared tier do not count."""
         return self._clear_times.of(namespace)
 
     def cleared_elsewhere(self, prefix: bytes) -> None:
-        """Clear what another host has cleared in the shared tiers."""
         self._clear(prefix, learned=True)
 
     def reencode(self, owner: Owner, request: ReencodeRequest) -> int:
@@ -333,7 +309,7 @@ class CacheState:
         return number
 
     def step(self, units: int | None = None) -> bool:
-        """Do background work (`chores.py`). Return whether there is more."""
+        """Return whether there is more background work."""
         return self._chores.step(self.turn_units if units is None else units, self.turn_s)
 
     @property
@@ -341,24 +317,22 @@ class CacheState:
         return len(self._chores) > 0
 
     def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
-        """Return the last event's number, and RAM's entries in parts.
-
-        A change made between two parts is reported by a later event.
+        """Return the last event's number and RAM's entries. Later events report changes made during
+        the scan.
         """
         return self._changes.log.last, self.ram.parts()
 
     def watch_chunks(self, tell: Callable[[str, Entry], None]) -> None:
-        """Call `tell` with each chunk that is admitted to memory, or removed, and the reason."""
+        """tell: called with each change and its reason"""
         self._changes.tell = tell
 
     def layout_of(self, key: bytes) -> Layout | None:
-        """Return the layout of a key's namespace, if it is known. Any thread."""
+        """Any thread."""
         return self.reencodings.layout_of(key[:NAMESPACE_BYTES])
 
     def hold_for_peer(self, keys: Sequence[bytes]) -> list[tuple[Entry, Layout] | None]:
-        """Hold chunks that are sent to another node; `ram.unpin_all` ends it.
-
-        They do not count as used: the other node has them from then on.
+        """`ram.unpin_all` ends the hold. The chunks do not count as used: the other node has them
+        from then on.
         """
         held: list[tuple[Entry, Layout] | None] = []
         for key in keys:
@@ -400,11 +374,10 @@ class CacheState:
         }
 
     def take_commands(self) -> list[Command]:
-        """Return each command once."""
         commands, self._commands = self._commands, []
         return commands
 
-    # events from the tier worker
+    # from the tier worker
 
     def probed(
         self,
@@ -414,14 +387,13 @@ class CacheState:
         silent: Reason | None = None,
         unknown: dict[bytes, Reason] | None = None,
     ) -> None:
-        """End a probe. silent, unknown: see `Unknown`"""
         self._searches.probed(number, places, silent=silent, unknown=unknown)
 
     def written(self, number: int) -> None:
         self._writes.done(number)
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read. It may still write to the entry's memory until `let_go`."""
+        """See `FetchCommand`."""
         self._searches.given_up(entry)
 
     def let_go(self, entry: Entry) -> None:
@@ -439,13 +411,12 @@ class CacheState:
         why: Reason = TIER_DOWN,
         origin: Origin | None = None,
     ) -> None:
-        """End one read of a FetchCommand. It no longer writes to the entry's memory."""
+        """See `FetchCommand`."""
         if not ok and why not in PASSING:
             self._evictions.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why, origin=origin)
 
     def cleared(self, prefix: bytes, asked_s: float | None = None) -> None:
-        """asked_s: of the command"""
         self._clears -= 1
         self._searches.cleared(prefix)
         self._has_cleared(prefix, asked_s)

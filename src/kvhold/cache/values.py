@@ -1,17 +1,12 @@
-"""The value of keeping a chunk, per byte. The setting `policy_for` says what counts as value.
+"""The value of keeping a chunk, per byte, by the setting `policy_for`:
 
-    values = ChunkValues("ttft", speeds)
-    for run in values.runs(query, layout, num_chunks, cost): ...
+tokens: its number of tokens
+bytes:  its number of bytes, so all chunks are equal
+ttft:   the seconds to compute it, less the seconds to load it from memory; at most the seconds to
+    read it from the fastest tier
 
-tokens: the number of its tokens
-bytes:  the number of its bytes, so all chunks have the same value per byte
-ttft:   the seconds to compute it, less the seconds to load it from memory. The value grows with the
-        chunk's position in the prompt. It is at most the seconds to read the chunk from the fastest
-        tier.
-
-A hit needs all groups and shards of a chunk, so they share one value. Values are rounded to classes
-of half an octave (`tiers/policies/base.py`). The first value above 0 becomes the class `NEUTRAL`.
-Pure.
+Values are classes of half an octave (`tiers/policies/base.py`); the first above 0 becomes
+`NEUTRAL`. Pure.
 """
 
 from bisect import bisect_right
@@ -29,7 +24,7 @@ _MOST_COSTS = 256
 
 
 class ValueRun(NamedTuple):
-    """The chunks `first` to `last - 1`, which share one value."""
+    """Chunks `first` to `last - 1`, of one value."""
 
     first: int
     last: int
@@ -40,13 +35,12 @@ class ChunkValues:
     def __init__(self, policy_for: str, speeds: Sequence[TierSpeed] = ()) -> None:
         self._policy_for = policy_for
         self._speeds = speeds
-        self._costs: dict[bytes, ComputeCost] = {}  # the latest known costs, by namespace
+        self._costs: dict[bytes, ComputeCost] = {}
         self._neutral = 0.0
 
     def runs(
         self, query: Query, layout: Layout, num_chunks: int, cost: ComputeCost | None = None
     ) -> list[ValueRun]:
-        """Return the values of a prompt's first chunks, in order."""
         nbytes = query.num_shards * sum(
             layout.chunk_bytes(group, layout.tokens_per_chunk)
             for group in range(len(layout.groups))
@@ -70,9 +64,9 @@ class ChunkValues:
         return cost
 
     def _saved_s(self, num_tokens: int, nbytes: int, cost: ComputeCost) -> Callable[[int], float]:
-        """Return a function: a chunk's number -> the seconds saved. It never decreases."""
+        """Return the seconds saved as a function of a chunk's number. It never decreases."""
         token_s = cost.token_s + cost.step_s / cost.step_tokens + cost.pair_s * num_tokens / 2
-        # 0 seconds per byte: not measured yet
+        # 0 seconds: not measured yet
         below_s = min((c[1] * nbytes for s in self._speeds if (c := s.costs) and c[1]), default=inf)
 
         def saved_s(chunk: int) -> float:
@@ -87,12 +81,12 @@ class ChunkValues:
             return 0
         if not self._neutral:
             self._neutral = value
-        octaves = log2(value) - log2(self._neutral)  # the ratio may overflow
+        octaves = log2(value) - log2(self._neutral)
         return min(max(NEUTRAL + round(2 * octaves), 0), NUM_VALUES - 1)
 
 
 def _runs(num_chunks: int, class_of: Callable[[int], int]) -> list[ValueRun]:
-    """class_of: a chunk's number -> its class; it never decreases"""
+    """class_of: never decreases"""
     runs: list[ValueRun] = []
     first = 0
     while first < num_chunks:

@@ -1,4 +1,4 @@
-"""One module per command, imported when the command is called, and modules that they share."""
+"""One module per command, imported when it is called, and shared modules."""
 
 import logging
 import os
@@ -76,7 +76,6 @@ class _Lazy(click.Group):
 
 
 def _lab_command(name: str) -> click.Command:
-    """Raises LabMissing."""
     for point in entry_points(group=_LAB_GROUP, name=name):
         try:
             command: click.Command = point.load()
@@ -111,7 +110,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line. A `KVHoldError` prints one line and exits with status 1."""
+    """A `KVHoldError` prints one line and exits with status 1."""
     try:
         cli.main(prog_name="kvhold")
     except KVHoldError as error:

@@ -1,5 +1,3 @@
-"""`kvhold clients`."""
-
 import json
 
 import click

@@ -1,11 +1,9 @@
-"""How a command joins this host's node."""
-
 from kvhold.core.config import load_config
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
 
 def connect(socket: str | None, name: str) -> NodeClient:
-    """Join the node as client `name`. Raises NodeError if there is no node."""
+    """Raises NodeError: no node."""
     config = load_config({"node": {"socket": socket}} if socket else {})
     return NodeClient(socket_path(config.node.socket), config.client, name=name)

@@ -1,5 +1,3 @@
-"""`kvhold decompress`."""
-
 import click
 
 from kvhold.cli.compress import CompressOptions, reencode

@@ -1,10 +1,7 @@
 """`kvhold serve --detach`: the node continues in the background.
 
-    config, say = go_on_detached(config, log_file, restart=True)  # in the child process
-    say("kvhold node ready ...")                                  # the caller prints it, and ends
-
-The node writes to its log only. If it cannot start, the caller's process prints the end of the log
-and ends with the node's exit status.
+It writes to its log only. If it cannot start, the caller's process prints the end of the log and
+ends with the node's exit status.
 """
 
 import logging
@@ -28,15 +25,13 @@ from kvhold.node.watcher import restart_when_killed, wait_for_room
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES = 4096  # of the ready line
+_MOST_BYTES = 4096
 
 
 def default_log(config: Config) -> Path:
-    """Return the default log file, in the folder of the node's socket.
+    """Return a file in the folder of the node's socket; for a central cache, of the default socket.
 
-    A central cache has no socket; its log is in the folder of the default socket.
-
-    Raises NodeError for a folder that cannot be used.
+    Raises NodeError.
     """
     if config.listen.address:
         port = config.listen.address.rpartition(":")[2]
@@ -50,12 +45,8 @@ def default_log(config: Config) -> Path:
 def go_on_detached(
     config: Config, log_file: Path, *, restart: bool
 ) -> tuple[Config, Callable[[str], None]]:
-    """Continue in a child process that belongs to the host (`node/host.py`).
-
-    It has no parent, because some engines kill all their descendants. Returns settings, and a
-    function that sends a line to the caller's process, which prints the line and ends.
-
-    Raises NodeError.
+    """It has no parent, because some engines kill all descendants. Returns settings, and a function
+    that prints a line in the caller's process and ends it. Raises NodeError.
     """
     ready, line = os.pipe()
     start = log_file.stat().st_size if log_file.is_file() else 0
@@ -68,7 +59,7 @@ def go_on_detached(
     raise_priority(config.node.nice)
     killed = False
     if restart:
-        # a restarted node gets the same amount of memory, even if less is free
+        # a restarted node gets the same memory, even if less is free
         config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())
         try:
             killed = restart_when_killed(Path(config.node.socket))
@@ -86,7 +77,7 @@ def go_on_detached(
 
     def say(text: str) -> None:
         click.echo(text)
-        with suppress(BrokenPipeError):  # a restart: the first caller has ended
+        with suppress(BrokenPipeError):  # after a restart, the first caller has ended
             os.write(line, f"{text[:_MOST_BYTES]}\n".encode())
         os.close(line)
 
@@ -94,13 +85,12 @@ def go_on_detached(
 
 
 def _wait(child: int, ready: int, log_file: Path, start: int) -> None:
-    """Print the child's line, and end this process."""
     if text := os.read(ready, 2 * _MOST_BYTES).decode(errors="replace"):
         sys.stdout.write(f"{text}its log is {log_file}\n")
         sys.stdout.flush()
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    with suppress(OSError):  # the log is unwritable, as the child has said
+    with suppress(OSError):
         if tail := log_tail(log_file, start):
             sys.stderr.write(f"{tail}\n")
             sys.stderr.flush()

@@ -1,7 +1,7 @@
 """`kvhold doctor`: check the node and the tiers.
 
-In each tier, a test chunk is put, probed, read whole and in part, checked and deleted, within the
-tier's deadlines but without its breaker. Each peer is logged in to.
+In each tier, a test chunk is put, probed, read whole and in part, checked and deleted. The tier's
+deadlines apply, its breaker does not. Each peer is logged in to.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
             for tier in status.get("tiers", []):
                 if not tier["available"]:
                     finding.wrong(f"its tier {tier['name']} is not used: {tier['last_fault']}")
-        if not may_differ:  # would the node accept this engine?
+        if not may_differ:
             NodeClient(
                 path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))
             ).close()
@@ -145,7 +145,6 @@ async def _look_at_tier(text: str, config: Config) -> list[Finding]:
         await _Visit(tier, settings, finding).run()
     except TierError as error:
         finding.wrong(str(error))
-    # a plugin may raise anything: report it, and go on with the next tier
     except Exception as error:  # noqa: BLE001
         finding.wrong(f"broke the contract of a tier: {type(error).__name__}: {error}")
     finally:
@@ -154,7 +153,7 @@ async def _look_at_tier(text: str, config: Config) -> list[Finding]:
 
 
 async def _look_at_peers(tier: PeersTier, whole: Finding, timeout_s: float) -> list[Finding]:
-    """Look at all peers at once. The tier is wrong if no peer can be followed."""
+    """The tier is wrong if no peer can be followed."""
     listed = await tier.listed()
     found = [Finding(f"peer {peer.address}") for peer in listed]
     await asyncio.gather(

@@ -1,5 +1,3 @@
-"""`kvhold explain`."""
-
 import json
 import sys
 import time

@@ -1,5 +1,3 @@
-"""`kvhold kick`."""
-
 import re
 
 import click

@@ -1,4 +1,4 @@
-"""Map LMCache's settings to kvhold's: `advice({"LMCACHE_CHUNK_SIZE": "256"})`."""
+"""Map LMCache's settings to kvhold's."""
 
 from collections.abc import Iterator, Mapping
 
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 def advice(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one sentence for each variable of LMCache. kvhold reads none of them."""
+    """Yield one sentence for each variable of LMCache."""
     for name in sorted(environ):
         if name.startswith(_PREFIX):
             here = _NAMES.get(

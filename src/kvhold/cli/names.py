@@ -1,5 +1,3 @@
-"""`kvhold names`."""
-
 import json
 import sys
 import time

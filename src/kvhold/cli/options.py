@@ -1,4 +1,4 @@
-"""Option types, and the options that several commands share."""
+"""Option types and shared options."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,6 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 
 class Size(_Parameter):
-    """Bytes, or a number with a unit."""
-
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:

@@ -1,5 +1,3 @@
-"""`kvhold peers`."""
-
 import json
 from collections.abc import Iterator
 
@@ -42,7 +40,6 @@ def command(socket: str | None, as_json: bool) -> None:
 
 
 def summary(status: NodeStatus) -> Iterator[str]:
-    """Yield the lines of `kvhold status`."""
     if (tier := _tier_of_peers(status)) is not None:
         followed = tier["followed_peers"]
         states = [peer["state"] for peer in followed["peers"] if peer["state"] not in _NOT_OTHERS]

@@ -1,5 +1,3 @@
-"""`kvhold proxy`."""
-
 import asyncio
 from pathlib import Path
 

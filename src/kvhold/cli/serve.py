@@ -1,5 +1,3 @@
-"""`kvhold serve`."""
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
@@ -118,7 +116,7 @@ def command(
         arguments["listen"] = listening | ({"insecure": True} if insecure else {})
     config = load_config(arguments, file=config_file)
     if not config.listen.address:
-        here = socket_path(config.node.socket)  # a detached node changes its working folder
+        here = socket_path(config.node.socket)  # a detached node changes its folder
         config = replace(config, node=replace(config.node, socket=str(here)))
     say: Callable[[str], None] = click.echo
     if detach:

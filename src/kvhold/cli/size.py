@@ -1,5 +1,3 @@
-"""`kvhold size`."""
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -117,7 +115,7 @@ def command(
 def _of_settings(
     file: Path, element: str
 ) -> tuple[list[tuple[str, int | None, Sequence[str]]], list[str]]:
-    """A codec whose ratio was not measured counts as raw."""
+    """An unmeasured codec counts as raw."""
     config = load_config({}, file=file, environ={})
     places: list[tuple[str, int | None, Sequence[str]]] = [("ram", config.ram_bytes, ("raw",))]
     notes = []

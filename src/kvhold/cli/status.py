@@ -1,5 +1,3 @@
-"""`kvhold status`."""
-
 import json
 
 import click

@@ -1,5 +1,3 @@
-"""`kvhold stop`."""
-
 import click
 
 from kvhold.cli.options import socket_option

@@ -1,5 +1,3 @@
-"""Check the tiers that a command line names: `check_no_secrets(tiers)`."""
-
 from collections.abc import Sequence
 
 from kvhold.core.errors import ConfigError
@@ -7,10 +5,7 @@ from kvhold.tiers.url import parse_url
 
 
 def check_no_secrets(tiers: Sequence[str]) -> None:
-    """Raise ConfigError for a URL with a password or token.
-
-    Every user of this host can read a command line (`ps`).
-    """
+    """Raises ConfigError for a secret in a URL: every user can read a command line (`ps`)."""
     for text in tiers:
         if (url := parse_url(text)).has_secret:
             raise ConfigError(

@@ -1,5 +1,3 @@
-"""`kvhold tiers`."""
-
 import click
 
 from kvhold.core.sizes import format_size

@@ -1,1 +1,1 @@
-"""One package per engine. They see only the `Cache` protocol."""
+"""One package per engine."""

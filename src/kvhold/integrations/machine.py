@@ -1,4 +1,4 @@
-"""Facts about the machine and its libraries that change the last bits of KV."""
+"""Facts about machine and libraries that change the last bits of KV."""
 
 import os
 import platform
@@ -58,7 +58,6 @@ HARMLESS = Table.of(
 
 @lru_cache(maxsize=1)
 def processor_facts() -> Mapping[str, str]:
-    """Return the processor's maker and vector instructions. They decide which kernels run."""
     maker, flags = "", ""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -94,9 +93,9 @@ def version_facts(*names: str) -> Mapping[str, str]:
 
 
 def device_facts(device: str) -> dict[str, str]:
-    """Return a GPU's model and software. Empty for a CPU.
+    """Return a GPU's model and software; empty for a CPU.
 
-    device: as torch names it, such as "cuda:1"; other texts give no facts
+    device: as torch names it, such as "cuda:1"
     """
     try:
         place = torch.device(device)

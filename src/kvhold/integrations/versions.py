@@ -1,4 +1,4 @@
-"""The tested versions of engines, and a warning for any other."""
+"""The tested versions of engines."""
 
 import logging
 
@@ -11,13 +11,11 @@ _said: set[str] = set()
 
 
 def is_tested(engine: str, version: str) -> bool:
-    """engine: a key of TESTED"""
     parts = version.partition("+")[0].split(".")
     return any(parts[: tested.count(".") + 1] == tested.split(".") for tested in TESTED[engine])
 
 
 def warn_if_untested(engine: str, version: str) -> None:
-    """Warn once per engine and process."""
     if is_tested(engine, version) or engine in _said:
         return
     _said.add(engine)

@@ -2,7 +2,7 @@
 
 Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits: against
 accidents, not forgery). Digests are kept in the user's cache folder, by path, size, times and
-inode. A kept digest counts only if it is undamaged and belongs to this user.
+inode, and count only if undamaged and this user's.
 """
 
 import logging
@@ -29,8 +29,8 @@ _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
 _MAX_FILES = 20_000
-_SETTLED_NS = 2_000_000_000  # file systems round times
-_NOTE_BYTES = 65  # digest, blank, check
+_SETTLED_NS = 2_000_000_000
+_NOTE_BYTES = 65
 _DIGEST = re.compile("[0-9a-f]{32}")
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -58,11 +58,9 @@ _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in
 
 
 def model_identity(model: str, revision: str | None, *, cache_dir: str | None = None) -> str:
-    """Return "content:<digest>" or "hub:<name>@<commit>".
+    """Return "content:<digest>" or "hub:<name>@<commit>". Raises LayoutError.
 
     cache_dir: the weights' hub cache; None: the hub's default
-
-    Raises LayoutError if the weights cannot be identified.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -75,7 +73,6 @@ def model_identity(model: str, revision: str | None, *, cache_dir: str | None = 
 
 
 def adapter_identity(folder: str) -> str:
-    """Return the name of an adapter's files. Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return f"content:{_digest_of(path, files_of(path, subfolders=False))}"
@@ -83,7 +80,7 @@ def adapter_identity(folder: str) -> str:
 
 
 def adapter_places(folder: str) -> list[Path]:
-    """Return the files that may change the adapter. Raises LayoutError."""
+    """Files that may change the adapter. Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return files_of(path, subfolders=False)
@@ -94,9 +91,8 @@ def adapter_places(folder: str) -> list[Path]:
 
 
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
-    """Return the names of the hub code in `auto_map`, except `model` at its own revision.
-
-    Raises LayoutError for code outside the local hub cache.
+    """Name the hub code, except `model` at its own revision. Raises LayoutError: code outside the
+    local hub cache.
     """
     found = set()
     for repository, file in _code_files(auto_map):
@@ -107,10 +103,7 @@ def code_identity(model: str, auto_map: object, code_revision: str | None) -> li
 
 
 def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
-    """Return the sorted files that may shape KV. Follows links.
-
-    Raises LayoutError for more than `_MAX_FILES`.
-    """
+    """Sorted; follows links. Raises LayoutError: more than `_MAX_FILES`."""
     found: list[Path] = []
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -134,7 +127,6 @@ def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Raises OSError."""
     return _file_digest(path)
 
 
@@ -199,7 +191,7 @@ def _hash(path: Path) -> str:
 
 
 def _noted(note: Path, state: bytes) -> str | None:
-    """Return the kept digest; None: no note, another user's, or damaged."""
+    """None: no note, another user's, or damaged."""
     try:
         with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -212,7 +204,6 @@ def _noted(note: Path, state: bytes) -> str | None:
 
 
 def _keep(note: Path, state: bytes, digest: str) -> None:
-    """Write a note with a digest, whole or not at all."""
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(note.parent):
@@ -220,7 +211,7 @@ def _keep(note: Path, state: bytes, digest: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as draft:
             draft.write(f"{digest} {_check(state, digest)}")
             draft.flush()
-            os.fsync(draft.fileno())  # a power failure would leave an empty note
+            os.fsync(draft.fileno())
         Path(draft.name).replace(note)
     except OSError as error:
         log.debug("kvhold: digests are not kept: %s", error)
@@ -231,7 +222,7 @@ def _check(state: bytes, digest: str) -> str:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder belongs to this user. Denies other users access."""
+    """Denies other users access."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -252,7 +243,6 @@ def _hub_commit(model: str, revision: str | None, names: Sequence[str] = _SETTIN
 
 
 def _commit_in(folder: Path, model: str, revision: str | None) -> str:
-    """Return the commit of a hub cache's snapshot, which may hold weights only."""
     place = folder / f"models--{model.replace('/', '--')}"
     reference = place / "refs" / (revision or "main")
     with suppress(OSError, UnicodeError):
@@ -285,7 +275,6 @@ def _snapshot_of(path: Path) -> str:
 
 
 def _code_files(auto_map: object) -> list[tuple[str, str]]:
-    """Return (repository, file) of each class. An empty repository is the model's own."""
     found = []
     for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
         for reference in value if isinstance(value, (list, tuple)) else (value,):

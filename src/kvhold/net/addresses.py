@@ -1,10 +1,7 @@
-"""Loopback addresses, and networks of addresses."""
-
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or `localhost`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -14,10 +11,7 @@ def is_loopback(host: str) -> bool:
 
 
 def network_of(host: str) -> str:
-    """Return the network of an address: itself for IPv4, its /64 for IPv6.
-
-    One host may have all addresses of a /64.
-    """
+    """For IPv6 it is a /64, because one host may have all of its addresses."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,8 +1,7 @@
 """The records between a central cache and its hosts.
 
 A client sends LoginHello. The answer is Welcome, or LoginRefused and a closed connection. Then
-requests are answered in order. Bytes of values follow their Put in the order of its keys, or the
-answer to a Get.
+requests are answered in order. Values' bytes follow their Put, or the answer to a Get.
 """
 
 from typing import Union
@@ -43,7 +42,7 @@ class Get(CentralMessage, frozen=True):
     """Read values, or ranges. -> ValueSizes
 
     room:   the most bytes for each value
-    starts: the starts of ranges of exactly `room` bytes; None: whole values
+    starts: of ranges of exactly `room` bytes; None: whole values
     """
 
     keys: bytes
@@ -52,9 +51,9 @@ class Get(CentralMessage, frozen=True):
 
 
 class ValueSizes(CentralMessage, frozen=True):
-    """Size of each value; None: missing, larger than `room`, or a bad range.
+    """None: missing, larger than `room`, or a bad range.
 
-    whole: of a Probe: no tier failed; else a failed tier may have the missing values
+    whole: of a Probe: no tier failed; else a failed one may have missing values
     """
 
     sizes: list[int | None]
@@ -62,10 +61,10 @@ class ValueSizes(CentralMessage, frozen=True):
 
 
 class Put(CentralMessage, frozen=True):
-    """Store values. Their bytes follow the record. -> Stored
+    """Store values, whose bytes follow. -> Stored
 
-    ttl_s: infinity, or above MAX_TTL_S: never expires, not even in lower tiers; None: as the
-           settings of the tiers say
+    ttl_s: infinity, or above MAX_TTL_S: never expires, not even in lower tiers; None: by the tiers'
+        settings
     """
 
     keys: bytes
@@ -74,26 +73,24 @@ class Put(CentralMessage, frozen=True):
 
 
 class Stored(CentralMessage, frozen=True):
-    """Why each value is not stored: "full", or "busy" (being written); "" if it is stored."""
+    """Why a value is not stored: "full" or "busy" (being written); "": it is stored."""
 
     faults: list[str]
 
 
 class Delete(CentralMessage, frozen=True):
-    """Delete values. -> Removed"""
-
     keys: bytes
 
 
 class Removed(CentralMessage, frozen=True):
-    """For each key, whether a value was removed. whole: no tier failed"""
+    """Whether each key's value was removed. whole: no tier failed"""
 
     removed: list[bool]
     whole: bool = True
 
 
 class Scan(CentralMessage, frozen=True):
-    """Ask for the next keys with a prefix, unordered. -> CentralKeys
+    """Ask for the next keys with a prefix. -> CentralKeys
 
     after: the previous page's last key; empty: begin
     """
@@ -120,7 +117,6 @@ Answer = Union[ValueSizes, Stored, Removed, CentralKeys, CentralDone, LoginRefus
 
 
 def split_keys(joined: bytes) -> list[bytes]:
-    """Split joined keys. Raises ValueError: no multiple of KEY_BYTES."""
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes are not keys of {KEY_BYTES}")
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]

@@ -1,7 +1,6 @@
 """The greeting on TCP: LoginHello, then LoginRefused and a closed connection, or a welcome.
 
-These records have the same places and tags in every version of every protocol, so that a server can
-refuse any client with a reason.
+These records never change, so a server can refuse any client with a reason.
 """
 
 import msgspec
@@ -12,8 +11,6 @@ _MOST_QUOTED = 200
 
 
 class LoginHello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
-    """magic: the protocol's name"""
-
     magic: str
     version: int
     token: str
@@ -30,5 +27,4 @@ class LoginRefused(msgspec.Struct, frozen=True, array_like=True, tag="CentralRef
 
 
 def quoted(text: str, most: int = _MOST_QUOTED) -> str:
-    """Return a text of the other side for logs and terminals: printable, and not longer."""
     return "".join(one if one.isprintable() else "?" for one in text[:most])

@@ -1,8 +1,8 @@
 """The records of the node's protocol.
 
 A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has its
-request's number. `->` names the answer, which is Done if not named. Number 0 marks News and fatal
-refusals.
+request's number; 0 marks News and fatal refusals. `->` names the answer, which is Done if not
+named.
 
 After a fatal Refused the node closes the connection. A client with a lease or a reservation closes
 it itself, once it no longer uses that memory.
@@ -29,11 +29,8 @@ _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base record."""
-
     @property
     def operation(self) -> str:
-        """The message's name in errors."""
         return type(self).__name__.lower()
 
 
@@ -51,9 +48,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello, sent with the arena's descriptor.
-
-    different: unmet requirements, as text
+    """different: unmet requirements, as text
     run:       a random number per start of the node
     """
 
@@ -68,10 +63,7 @@ class Welcome(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Register a layout, and a namespace if given.
-
-    description: packed by `core.naming`
-    """
+    """description: packed by `core.naming`"""
 
     layout: Layout
     namespace: bytes = b""
@@ -80,7 +72,7 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Look up a prompt. -> LookupAnswer"""
+    """-> LookupAnswer"""
 
     query: Query
     cost: ComputeCost | None = None
@@ -93,9 +85,9 @@ class LookupAnswer(Message, frozen=True):
     """A pinned hit. `sources`, `reason` and `announcement` are set when it is final.
 
     arriving:     it may still grow; ask again with Refresh
-    waits:        because another engine computes what is missing
-    announcement: the client has announced to compute what is missing, and must release this number,
-                  which is that of the ticket if there is one; 0: it has not
+    waits:        because another engine computes missing chunks
+    announcement: of missing chunks that the client computes; it must release this number, which is
+        the ticket's if there is one; 0: none
     """
 
     ticket: int
@@ -161,8 +153,6 @@ class Explained(Message, frozen=True):
 
 
 class ListNamespaces(Message, frozen=True):
-    """List namespaces by digest. -> Named"""
-
     after: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     prefix: Annotated[str, msgspec.Meta(max_length=2 * NAMESPACE_BYTES)] = ""
 
@@ -176,7 +166,7 @@ class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Named(Message, frozen=True):
-    """other_spaces: namespaces without a description"""
+    """other_spaces: without a description"""
 
     spaces: list[KnownSpace]
     more: bool
@@ -191,7 +181,7 @@ class Prefetch(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """Ask for a lease of one shard's part of a hit. -> Leased, or NotFound"""
+    """Lease one shard's part of a hit. -> Leased, or NotFound"""
 
     ticket: int
     shard: int
@@ -200,9 +190,7 @@ class Claim(Message, frozen=True):
 
 
 class Leased(Message, frozen=True):
-    """Places of the claimed chunks.
-
-    offsets:   `[group][chunk]`, bytes from the arena's start; or ABSENT
+    """offsets:   `[group][chunk]`, bytes from the arena's start; or ABSENT
     checksums: `[group]`, 8 bytes per layer of each present chunk
     """
 
@@ -213,8 +201,6 @@ class Leased(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """Report damaged chunks, which the node removes."""
-
     lease: int
     offsets: list[int]
 
@@ -224,7 +210,7 @@ class NotFound(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Release a ticket and its announcement, a lease or a re-encoding. A re-encoding stops.
+    """Release a ticket and its announcement, or a lease; stop a re-encoding.
 
     keep_announcement: only the ticket
     """
@@ -247,17 +233,14 @@ class Reserve(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """Reserved places: `[group][chunk]`, bytes from the arena's start."""
+    """`[group][chunk]`, bytes from the arena's start."""
 
     reservation: int
     offsets: list[list[int]]
 
 
 class Commit(Message, frozen=True):
-    """Make chunks of a reservation visible.
-
-    checksums: xxh3_64, 8 bytes per layer; by chunk, each once, then by granted group
-    """
+    """checksums: xxh3_64, 8 bytes per layer; by chunk, each once, then by granted group"""
 
     reservation: int
     chunks: list[int]
@@ -265,15 +248,13 @@ class Commit(Message, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """Release a reservation's uncommitted chunks."""
-
     reservation: int
 
 
 class Clear(Message, frozen=True):
     """Clear one namespace, or everything. -> Done, count: removed chunks
 
-    at_ns: repeat another host's clear of the namespace, unless there was one since; 0: an own clear
+    at_ns: time of another host's clear, repeated unless there was one since; 0: own clear
     """
 
     namespace: bytes | None
@@ -281,20 +262,18 @@ class Clear(Message, frozen=True):
 
 
 class LastClear(Message, frozen=True):
-    """Ask when a namespace was last cleared. -> Done, count: nanoseconds; 0: never"""
+    """-> Done, count: nanoseconds of a namespace's last clear; 0: never"""
 
     namespace: bytes
 
 
 class Flushed(Message, frozen=True):
-    """Ask whether all commits up to `mark` have ended, and no clear runs. -> Done, count 1: yes"""
+    """-> Done, count 1: all commits up to `mark` have ended, and no clear runs"""
 
     mark: int
 
 
 class Reencode(Message, frozen=True):
-    """Re-encode a tier's chunks. -> ReencodeStatus"""
-
     tier: str
     codec: str
     namespace: bytes | None = None
@@ -302,7 +281,7 @@ class Reencode(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Ask for progress. -> ReencodeStatus, or NotFound"""
+    """-> ReencodeStatus, or NotFound"""
 
     number: int
 
@@ -317,20 +296,20 @@ class ReencodeStatus(Message, frozen=True):
 class Snapshot(Message, frozen=True):
     """Ask for one page of visible chunks. -> Happened
 
-    Page 0 begins a snapshot. Later changes are in the events after its number.
+    Page 0 begins a snapshot. Later changes are in later events.
     """
 
     page: int
 
 
 class Events(Message, frozen=True):
-    """Ask for the events after number `after`. -> Happened"""
+    """-> Happened"""
 
     after: int
 
 
 class Happened(Message, frozen=True):
-    """lost: some events are missing"""
+    """lost: some are missing"""
 
     events: list[Event]
     next: int
@@ -339,7 +318,7 @@ class Happened(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Ask for the status. -> Report"""
+    """-> Report"""
 
 
 class Report(Message, frozen=True):
@@ -347,15 +326,14 @@ class Report(Message, frozen=True):
 
 
 class Clients(Message, frozen=True):
-    """Ask for one page of clients. -> ClientList"""
+    """-> ClientList"""
 
     first: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class UseDevice(Message, frozen=True):
-    """Report that a device copies for this client.
-
-    Then its memory is taken back only after its process has ended or sent `Departed`.
+    """A device copies for this client, so its memory is taken back only after its process has ended
+    or sent `Departed`.
 
     numa_node: of the device; -1: unknown
     """
@@ -365,7 +343,7 @@ class UseDevice(Message, frozen=True):
 
 
 class Departed(Message, frozen=True):
-    """Report that no device copies for a closed client.
+    """No device copies for a closed client.
 
     run, number: from that client's Welcome
     """
@@ -382,7 +360,7 @@ class Kick(Message, frozen=True):
 
 
 class ClientInfo(msgspec.Struct, frozen=True):
-    """A client. nbytes: arena bytes in its leases and reservations"""
+    """nbytes: arena bytes in its leases and reservations"""
 
     number: int
     name: str
@@ -412,11 +390,11 @@ class Ping(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """A hit or a flush under way has ended or grown, or a wait for computing is over."""
+    """A hit or flush has ended or grown, or a wait for computing is over."""
 
 
 class Done(Message, frozen=True):
-    """mark: stands for all commits so far; only in the answers to Commit and Flushed"""
+    """mark: stands for all commits so far; only for Commit and Flushed"""
 
     count: int = 0
     mark: int | None = None

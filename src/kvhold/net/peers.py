@@ -1,15 +1,14 @@
-"""The records between a node and the nodes that read its chunks, its followers.
+"""The records between a node and its followers, the nodes that read its chunks.
 
 After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. Then a connection
-carries gets, or is given to one Follow.
+carries gets, or one Follow.
 
-A **get** is answered by one or more PeerValues, whose sizes belong to the keys in order. The bytes
-of the values follow their record.
+A **get** is answered by PeerValues, each followed by the values' bytes, in the order of the keys.
 
-A **follow** is answered by a stream: the pages of a snapshot, unless the node still has all events
-after the follower's number, and then events without end. Each change has a number, one more than
-the change before. A follower whose number is not `after` has missed changes and follows again. A
-node sends an empty Happened when nothing has happened for `BEAT_S`.
+A **follow** is answered by a stream: a snapshot's pages, unless the node still has all events after
+the follower's number, and then events. Each change has the next number. A follower whose number is
+not `after` has missed changes and follows again. A node sends an empty Happened after `BEAT_S`
+without an event.
 """
 
 from typing import Union
@@ -22,7 +21,7 @@ PEERS_VERSION = 1
 PEERS_MAGIC = "kvhold-peer"
 DEFAULT_PORT = 7711
 BEAT_S = 1.0
-MOST_KEYS = 4096  # of one get
+MOST_KEYS = 4096  # per get
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -30,7 +29,7 @@ class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PeerBus(PeerMessage, frozen=True):
-    """How to know this node's records on a bus (`tiers/peers/bus.py`).
+    """Access to this node's records on a bus (`tiers/peers/bus.py`).
 
     key:      seals them
     clock_ms: the node's clock now
@@ -44,9 +43,8 @@ class PeerBus(PeerMessage, frozen=True):
 
 
 class PeerWelcome(PeerMessage, frozen=True):
-    """incarnation: random; another one after each start of the node
-    name:        of the host
-    bus:         None: the node publishes its changes on no bus
+    """incarnation: random, at each start of the node
+    bus:         None: the node publishes on no bus
     """
 
     version: int
@@ -57,9 +55,8 @@ class PeerWelcome(PeerMessage, frozen=True):
 
 
 class Introduce(PeerMessage, frozen=True):
-    """Say who follows. There is no answer.
+    """Name the follower's host. Without an answer.
 
-    name: of the host
     port: where it serves peers; 0: it does not
     """
 
@@ -68,11 +65,11 @@ class Introduce(PeerMessage, frozen=True):
 
 
 class PeerGet(PeerMessage, frozen=True):
-    """Read frames, or ranges of them. -> PeerValues, repeatedly
+    """Read frames, or a range of each. -> PeerValues, repeatedly
 
     keys:   KEY_BYTES each, joined
     room:   the most bytes for each frame
-    starts: the starts of ranges of exactly `room` bytes; None: whole frames
+    starts: of ranges of exactly `room` bytes; None: whole frames
     """
 
     keys: bytes
@@ -81,7 +78,7 @@ class PeerGet(PeerMessage, frozen=True):
 
 
 class PeerValues(PeerMessage, frozen=True):
-    """Sizes of the next values, whose bytes follow; None: not here, or larger than its room."""
+    """Sizes of values whose bytes follow; None: not here, or larger than its room."""
 
     sizes: list[int | None]
 
@@ -89,7 +86,7 @@ class PeerValues(PeerMessage, frozen=True):
 class Follow(PeerMessage, frozen=True):
     """Ask for the stream of changes. -> Page, Happened
 
-    incarnation, after: what the follower knows; 0: nothing
+    incarnation, after: known to the follower; 0: nothing
     """
 
     incarnation: int
@@ -109,10 +106,10 @@ class ClearNumber(PeerMessage, frozen=True):
 class Page(PeerMessage, frozen=True):
     """Chunks of a snapshot.
 
-    number:         events after this one are not in the snapshot
-    is_first:       the follower forgets what it knew
-    digests, sizes: 8 bytes for each chunk, joined, little-endian: xxh3_64 of the key, and the size
-                    of the frame
+    number:         later events are not in the snapshot
+    is_first:       the follower forgets its earlier chunks
+    digests, sizes: 8 bytes for each chunk, joined, little-endian: xxh3_64 of the key, and the
+        frame's size
     """
 
     number: int
@@ -124,14 +121,14 @@ class Page(PeerMessage, frozen=True):
 
 
 class Run(PeerMessage, frozen=True):
-    """Changes of one kind in a row. sizes: empty if the chunks were removed"""
+    """Changes of one kind. sizes: empty if the chunks were removed"""
 
     digests: bytes
     sizes: bytes
 
 
 class Happened(PeerMessage, frozen=True):
-    """The next changes, in order. after: the number of the change before"""
+    """The next changes. after: the number of the change before"""
 
     after: int
     runs: list[Run]

@@ -1,7 +1,7 @@
 """Connections to one server, each lent to one task at a time.
 
-A connection is reused only between two replies, so no reply reaches the wrong command. Commands on
-a stale connection are sent again on a new one. One event loop.
+A connection is reused only between two replies. Commands on a stale connection are sent again on a
+new one. One event loop.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from kvhold.core.errors import ProtocolError, TierError
 from kvhold.net.stream import Bytes, Stream
 
 _MAX_IN_FLIGHT = 256
-_MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps unread replies in memory
-_LANE_BYTES = 1 << 20  # of values, per additional connection
+_MAX_IN_FLIGHT_BYTES = 4 << 20  # of values; the server keeps unread replies in memory
+_LANE_BYTES = 1 << 20
 
 
 class Exchange(ABC):
@@ -31,15 +31,10 @@ class Exchange(ABC):
 
     @abstractmethod
     async def take(self, stream: Stream) -> None:
-        """Read exactly this reply.
-
-        May close the stream; later commands are then sent again.
-        """
+        """Read exactly this reply. Later commands are sent again if the stream is closed."""
 
 
 class Pool:
-    """At most `limit` connections."""
-
     def __init__(self, open: Callable[[], Coroutine[Any, Any, Stream]], limit: int) -> None:
         self._open = open
         self._room = asyncio.Semaphore(limit)
@@ -51,7 +46,7 @@ class Pool:
 
     @asynccontextmanager
     async def lend(self, *, fresh: bool = False) -> AsyncIterator[Stream]:
-        """Lend a connection that is between two replies. The caller leaves it so, or closes it."""
+        """The caller leaves the connection between two replies, or closes it."""
         async with self._room:
             stream = await self._take(fresh)
             if self._closed:
@@ -68,13 +63,13 @@ class Pool:
                 self._idle.append(stream)
 
     def close_idle(self) -> None:
-        """Close the connections that nobody uses: the way to the server may have forgotten them."""
+        """The way to the server may have forgotten them."""
         for stream in self._idle:
             stream.close()
         self._idle.clear()
 
     def close(self) -> None:
-        """Close all connections, also those in use. Waiting tasks get an OSError."""
+        """Waiting tasks get an OSError."""
         self._closed = True
         for stream in (*self._idle, *self._lent):
             stream.close()
@@ -96,7 +91,7 @@ class Pool:
             await asyncio.wait((opening,))
         except asyncio.CancelledError:
             opening.cancel()
-            opening.add_done_callback(_close_unused)  # it may have opened in the same turn
+            opening.add_done_callback(_close_unused)
             raise
         finally:
             self._opening.discard(opening)
@@ -113,10 +108,7 @@ def _close_unused(opening: "asyncio.Future[Stream]") -> None:
 async def run(
     pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exception], TierError]
 ) -> None:
-    """Give every exchange its reply or its fault.
-
-    Uses one connection, and one more per MiB of values.
-    """
+    """Use one connection per MiB of values, and one more."""
     queue = deque(exchanges)
     lanes = min(
         pool.limit, len(queue), 1 + sum(exchange.value_bytes for exchange in queue) // _LANE_BYTES
@@ -156,7 +148,7 @@ async def _lane(
 async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchange]) -> None:
     """Send from the queue and take replies, until the end or a closed stream.
 
-    Sends more when half of the commands are done, so that large ones never wait for each other.
+    Sends more when half of the commands are done, so large ones never wait for each other.
     """
     nbytes = 0
     while queue or in_flight:

@@ -1,7 +1,7 @@
-"""The records between an engine's scheduler and a relay, one of its workers on another host.
+"""The records between an engine's scheduler and a relay, a worker on another host.
 
-After LoginHello and RelayWelcome (`login.py`), each request has one answer, and the next request
-follows the answer. A relay ends a conversation after `SILENT_S` of silence, and releases its hits.
+After LoginHello and RelayWelcome (`login.py`), requests and answers alternate. A relay ends a
+conversation after `SILENT_S` of silence, and releases its hits.
 """
 
 from typing import Annotated, Union
@@ -32,12 +32,6 @@ class RelayWelcome(SpanMessage, frozen=True):
 
 
 class LookUp(SpanMessage, frozen=True):
-    """Look up a prompt in this host's node. -> LookedUp
-
-    query:      of the shards of this host's workers
-    deadline_s: of each call to the node
-    """
-
     query: Query
     have_tokens: Annotated[int, msgspec.Meta(ge=0)]
     uses: Uses
@@ -47,7 +41,7 @@ class LookUp(SpanMessage, frozen=True):
 class LookAgain(SpanMessage, frozen=True):
     """Ask for an arriving hit's length. -> LookedUp
 
-    settle: make the hit final now
+    settle: make the hit final
     """
 
     ticket: int
@@ -57,8 +51,8 @@ class LookAgain(SpanMessage, frozen=True):
 class LookedUp(SpanMessage, frozen=True):
     """A pinned hit.
 
-    cleared_ns: when the namespace was last cleared, asked after the hit was pinned; 0: never
-    lost:       why the node gave no answer; empty: it did
+    cleared_ns: the namespace's last clear, asked for after the pins; 0: never
+    lost:       why the node gave no answer, or empty
     """
 
     ticket: int = 0
@@ -71,24 +65,24 @@ class LookedUp(SpanMessage, frozen=True):
 
 
 class LetGo(SpanMessage, frozen=True):
-    """Release a hit. -> Alive"""
+    """-> Alive"""
 
     ticket: int
 
 
 class RepeatClear(SpanMessage, frozen=True):
-    """Repeat the clear of another host. -> Alive"""
+    """Repeat another host's clear. -> Alive"""
 
     namespace: bytes
     at_ns: _Nanoseconds
 
 
 class Beat(SpanMessage, frozen=True):
-    """Show that the scheduler is alive. -> Alive"""
+    """-> Alive"""
 
 
 class Alive(SpanMessage, frozen=True):
-    """lost: why the node could not be asked; empty: it could"""
+    """lost: why the node could not be asked, or empty"""
 
     lost: str = ""
 

@@ -1,7 +1,7 @@
 """A connection as a stream of bytes, to and from the caller's buffers.
 
-There is no thread, so a cancelled call no longer uses its buffers. It may leave half a message, so
-the caller closes the connection (`Pool` does). The caller sets timeouts. One task at a time.
+A cancelled call no longer uses its buffers, but may leave half a message: the caller closes the
+connection. The caller sets timeouts. One task at a time.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 AHEAD_BYTES = 16 << 10
 _STEP_BYTES = 1 << 20  # per call and turn of the loop
-# copying fewer bytes is cheaper than a system call or a TLS record
+# copying them is cheaper than a system call or a TLS record
 _MERGE_BYTES = 4 << 10
-_MAX_PIECES = 512  # IOV_MAX is 1024
+_MAX_PIECES = 512
 
 _NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
@@ -90,10 +90,7 @@ class Stream:
                 views[first] = views[first][sent:]
 
     async def line(self) -> bytes:
-        """Return the bytes up to the next CRLF, which is skipped.
-
-        Raises ProtocolError: none within 16 KiB.
-        """
+        """Return the bytes up to the next CRLF. Raises ProtocolError: none within 16 KiB."""
         while (found := self._memory.find(b"\r\n", self._start, self._end)) < 0:
             await self._fill()
         line = bytes(self._ahead[self._start : found])
@@ -106,7 +103,6 @@ class Stream:
         return bytes(data)
 
     async def read_into(self, parts: Sequence[memoryview], nbytes: int) -> None:
-        """Read `nbytes` into `parts`, which must be large enough."""
         for part in parts:
             view = part.cast("B") if part.nbytes else part
             if nbytes < view.nbytes:
@@ -130,7 +126,7 @@ class Stream:
 
     @property
     def host(self) -> str:
-        """The address of the other side; empty: it has none, or the connection is lost."""
+        """Empty: none, or the connection is lost."""
         try:
             name = self._sock.getpeername()
         except OSError:
@@ -139,7 +135,7 @@ class Stream:
 
     @property
     def quiet(self) -> bool:
-        """Whether the connection is open and there is nothing to read."""
+        """Whether it is open with nothing to read."""
         if (
             self.closed
             or self._start != self._end
@@ -160,7 +156,7 @@ class Stream:
         return False
 
     def close(self) -> None:
-        """Close the socket; waiting tasks get an OSError. Idempotent."""
+        """Waiting tasks get an OSError. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -205,7 +201,7 @@ class Stream:
             view = view[step:]
 
     async def _fill(self) -> None:
-        """Read more bytes ahead. Call it only if those are used up or end inside a value."""
+        """Read ahead. Call it only without buffered bytes, or inside a value."""
         left = self._end - self._start
         if left == AHEAD_BYTES:
             raise ProtocolError(f"a line longer than {AHEAD_BYTES} bytes")
@@ -270,7 +266,6 @@ class Stream:
             self._check_open()
 
     async def _readable(self, step: "Callable[[asyncio.Future[Any]], None]" = _wake) -> Any:
-        """Wait until `step`, called when the socket is readable, resolves its future."""
         self._step = step
         try:
             return await self._wait(self._watch)
@@ -319,7 +314,7 @@ class Stream:
 
 
 async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
-    """Connect. Raises OSError, also for a bad certificate (ssl.SSLError)."""
+    """Raises OSError, also for a bad certificate (ssl.SSLError)."""
     sock = await (_connect_unix(address.socket) if address.socket else _connect_tcp(address))
     if tls is not None:
         with on_error(sock.close):
@@ -337,7 +332,7 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
 async def accept_stream(
     sock: socket.socket, tls: ssl.SSLContext | None, *, allowed_bytes: int | None = None
 ) -> Stream:
-    """Return the server's side of a connection; close the socket on failure. Raises OSError."""
+    """The socket is closed on failure. Raises OSError."""
     with on_error(lambda: sock.close()):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -346,7 +341,7 @@ async def accept_stream(
             sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         stream = Stream(sock)
         stream.allowed_bytes = allowed_bytes
-        with on_error(stream.close):  # else the loop still watches the descriptor's next owner
+        with on_error(stream.close):  # else the loop watches the descriptor's next owner
             await stream.handshake()
     return stream
 

@@ -1,4 +1,4 @@
-"""TLS contexts. A missing file, or a key that does not match, is a ConfigError."""
+"""TLS contexts. A missing file or a key that does not match is a ConfigError."""
 
 import ssl
 
@@ -6,9 +6,7 @@ from kvhold.core.errors import ConfigError
 
 
 def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
-    """Return a context that checks the server's certificate and name.
-
-    ca_file:   empty: the system's authorities
+    """ca_file:   empty: the system's authorities
     cert_file: the client's; empty: none
     key_file:  empty: in `cert_file`
     """
@@ -22,7 +20,7 @@ def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContex
 
 
 def server_context(cert_file: str, key_file: str, client_ca_file: str) -> ssl.SSLContext:
-    """client_ca_file: authority of the required client certificates; empty: none are required"""
+    """client_ca_file: of required client certificates; empty: none are required"""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, cert_file, key_file)
     if client_ca_file:

@@ -1,7 +1,7 @@
 """Records on a stream: 4 bytes of length (little-endian), then msgpack.
 
-After the greeting, 8 bytes (little-endian) before the msgpack number the record. A record that is
-too long raises ProtocolError before memory is allocated.
+After the greeting, 8 bytes (little-endian) before the msgpack number the record. A too long record
+raises ProtocolError before memory is allocated.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ LENGTH_BYTES = 4
 NUMBER_BYTES = 8
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-_MOST_QUOTED = 200  # characters; an error may quote the other side
+_MOST_QUOTED = 200  # characters of the other side in an error
 
 _encoder = msgspec.msgpack.Encoder()
 Record = TypeVar("Record")
 
 
 def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
-    """Encode a record. Raises ProtocolError: the other side could not accept it."""
+    """Raises ProtocolError: the other side could not accept it."""
     data = bytearray(LENGTH_BYTES)
     if number is not None:
         data += number.to_bytes(NUMBER_BYTES, "little")
@@ -39,7 +39,7 @@ def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
 
 
 def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
-    """Return the length of the next body. Raises ProtocolError: not 1 to `most`."""
+    """Raises ProtocolError: not 1 to `most`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if not 0 < length <= most:
         raise ProtocolError(f"a message of {length} bytes was announced; 1 to {most} are allowed")
@@ -47,7 +47,6 @@ def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
 
 
 def split_number(body: Bytes) -> tuple[int, Bytes]:
-    """Return a body's number and its record. Raises ProtocolError: too short."""
     if len(body) <= NUMBER_BYTES:
         raise ProtocolError(
             f"not a message of this protocol: {len(body)} bytes, which is too short for a "
@@ -61,20 +60,20 @@ class Decoder(Generic[Record]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def decode(self, body: Bytes) -> Record:
-        """Raises ProtocolError: not a record of this protocol."""
+        """Raises ProtocolError."""
         try:
             record: Record = self._decoder.decode(body)
         except UNDECODABLE as error:
             raise ProtocolError(
                 f"not a message of this protocol: {str(error)[:_MOST_QUOTED]}"
             ) from None
-        except KVHoldError as error:  # such as a layout with no layers
+        except KVHoldError as error:
             raise ProtocolError(str(error)[:_MOST_QUOTED]) from None
         return record
 
 
 class Splitter:
-    """Cuts a stream into bodies. `most_bytes` may change between two bodies."""
+    """`most_bytes` may change between two bodies."""
 
     def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.most_bytes = most_bytes
@@ -96,7 +95,7 @@ class Splitter:
                     body = bytes(view[first:end])
                 start = end
                 yield body
-        finally:  # no body comes twice, even if the caller stops early
+        finally:
             if whole is self._pending:
                 del self._pending[:start]
             elif start < len(whole):

@@ -1,11 +1,8 @@
 """Bytes that may be in use at once, shared by owners.
 
-    async with budget.taken(nbytes, owner): ...
-
-An owner that uses some gets more only while it then uses no more than what stays free. So an owner
-that gives nothing back uses at most half, and two such owners two thirds, and the others go on.
-Waiting calls get theirs in order; those that wait for their own share are passed over. One event
-loop.
+An owner that uses some gets more only up to the bytes that then stay free, so a stuck owner uses at
+most half. Calls are served in order, but a call that waits for its owner's share delays no other.
+One event loop.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """The central cache of many hosts: `kvhold serve --listen HOST:PORT`.
 
-One event loop; values are not copied.
-
-`login_server.py` authenticates clients. Sizes are checked before memory is reserved.
+One event loop; values are not copied. Sizes are checked before memory is reserved.
 """
 
 import asyncio
@@ -31,10 +29,7 @@ _request: Decoder[c.Request] = Decoder(c.Request)
 
 class Central(LoginServer):
     def __init__(self, config: Config, central_store: CentralStore | None = None) -> None:
-        """central_store: `serve` closes it
-
-        Raises ConfigError: an address that may not be exposed; CapacityError.
-        """
+        """Raises ConfigError: an address that may not be exposed; CapacityError."""
         super().__init__(config.listen, "listen", config.listen.address, _PROTOCOL)
         self._config = config.listen
         self.central_store = CentralStore(config) if central_store is None else central_store
@@ -131,7 +126,6 @@ class Central(LoginServer):
         await stream.send([encode(c.Stored(faults))])
 
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
-        """Return the value's entry of `Stored`."""
         room: Entry | NotReserved = (
             self.central_store.reserve(key, nbytes, ttl_s)
             if nbytes <= self._config.max_value_bytes

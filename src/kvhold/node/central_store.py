@@ -1,10 +1,7 @@
 """The store of a central cache: opaque values in memory, and in tiers below.
 
-One event loop. To `cache/transfer`, a value is an opaque frame. A put is answered before lower
-tiers have its value. At most `write_behind_bytes` are queued; further values stay in memory only.
-
 A cancelled caller only stops waiting. A given-up read may still write, so its memory stays reserved
-until it ends.
+until it ends. One event loop.
 """
 
 import asyncio
@@ -92,7 +89,7 @@ class CentralStore:
         )
         self.scans = Scans(self.ram, self._stack.guards)
         self._bringing: dict[bytes, _Reading] = {}
-        self._deleting: Counter[bytes] = Counter()  # keys that tiers are deleting
+        self._deleting: Counter[bytes] = Counter()
 
     async def start(self) -> None:
         self._toucher.start()
@@ -102,10 +99,7 @@ class CentralStore:
     async def probe(
         self, keys: Sequence[bytes], silent: set[str] | None = None
     ) -> list[int | None]:
-        """Return the size of each value, in memory or below.
-
-        silent: gets the names of failing tiers, which may have the missing values
-        """
+        """silent: gets the names of failing tiers, which may have missing values"""
         sizes = await self.ram.probe(keys)
         missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
         places = await self._stack.probe(missing, silent) if missing and len(self._stack) else {}
@@ -115,7 +109,6 @@ class CentralStore:
         ]
 
     async def bring(self, keys: Sequence[bytes]) -> None:
-        """Load values into memory, if there is space. Waits for other calls' loads, too."""
         if not len(self._stack):
             return
         missing = [key for key in dict.fromkeys(keys) if not self.ram.holds(key)]
@@ -137,7 +130,7 @@ class CentralStore:
 
     @contextmanager
     def all_lent(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
-        """Yield values, pinned until the block ends; None: not in memory."""
+        """Pinned until the block ends; None: not in memory."""
         entries = [self.ram.find(key) for key in keys]
         for entry in entries:
             if entry is not None:
@@ -150,7 +143,6 @@ class CentralStore:
                     self.ram.unpin(entry)
 
     def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> Entry | NotReserved:
-        """Return reserved memory, or why there is none."""
         if self.ram.holds(key):
             return "stored" if self.ram.find(key) else "busy"
         if ttl_s is None:
@@ -163,15 +155,14 @@ class CentralStore:
         return "full" if entries is None else entries[0]
 
     def commit(self, entry: Entry) -> None:
-        """Make a complete value visible, and queue it for lower tiers."""
         self.ram.commit(entry)
         if len(self._stack):
             self._writes.add(entry, None)
 
     async def delete(self, keys: Sequence[bytes], silent: set[str]) -> list[bool]:
-        """Whether each value was removed, in memory or below.
+        """Return whether each value was removed.
 
-        silent: gets the names of tiers that failed, or that are still writing one of the keys
+        silent: gets the names of tiers that failed, or are still writing a key
         """
         for key in keys:
             if (reading := self._bringing.get(key)) is not None:
@@ -201,7 +192,6 @@ class CentralStore:
         }
 
     async def close(self) -> None:
-        """Write queued values for at most `drain_timeout_s`."""
         self._toucher.stop()
         await self._write_behind.drain(self._drain_timeout_s)
         await asyncio.gather(self._write_behind.end(), self._tasks.end())
@@ -239,12 +229,12 @@ class CentralStore:
         self._tasks.start(self._remove_again(guard, [entry.key for entry in entries]))
 
     async def _remove_again(self, guard: Guard, keys: list[bytes]) -> None:
-        """Delete values whose write ended after their delete."""
+        """Remove values whose write ended after their delete."""
         await remove(guard, keys)
         self._write_again(keys)
 
     def _write_again(self, keys: Sequence[bytes]) -> None:
-        """Write again values that came during a delete of their keys: it may have hit them."""
+        """Write values that came during a delete, which may have removed them."""
         for key in keys:
             if len(self._stack) and (entry := self.ram.find(key)) is not None:
                 self._writes.add(entry, None)

@@ -1,11 +1,11 @@
 """The cache of this host's node, as one process sees it.
 
 Any thread may call. A call past its deadline raises DeadlineExceeded; the connection stays in use.
-Calls raise NodeError at once after the node has owed an answer for `client.call_timeout_s`, or has
+Calls raise NodeError at once when the node has owed an answer for `client.call_timeout_s`, or has
 ended. A thread then joins the next node.
 
-A broken connection closes after its last lease or reservation, so the node never reuses memory
-that a caller writes to.
+A broken connection closes after its last lease or reservation, so the node never reuses memory that
+a caller writes to.
 """
 
 import logging
@@ -71,22 +71,20 @@ class NodeClient(WholePrompts):
         revive: Callable[[threading.Event], None] | None = None,
     ) -> None:
         """requires: packed requirements (`node/requirements.py`)
-        revive:   starts a node before each attempt to rejoin; returns when its argument is set
+        revive:   starts a node before each attempt to rejoin
 
         Raises NodeError: no node; NodeRefused: unmet requirements.
         """
         self.path = path
         self._config = config or ClientConfig()
-        # a benchmark changes it between requests
         self.checks_memory = self._config.check_memory
         self._name = name
         self._requires = requires
         self._revive = revive
-        self._lock = threading.Lock()  # for the membership
+        self._lock = threading.Lock()
         self._lost_at_s: float | None = None
         self._pid = os.getpid()
         self._closed = threading.Event()
-        # wakes the keeper
         self._wake = Notifier()
         with on_error(self._wake.close):
             self._membership = Membership(
@@ -116,11 +114,13 @@ class NodeClient(WholePrompts):
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes] of the current node. Leases keep their own."""
+        """The current node's arena: [bytes]."""
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """See `Cache`. From now on the node takes memory back only after this process has ended."""
+        """See `Cache`. From now on, the node takes memory back only after this process has
+        ended.
+        """
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(), m.Done, None, link)
@@ -141,7 +141,6 @@ class NodeClient(WholePrompts):
         )
         with self._lock:
             self._membership.register(request)
-        # often the first call to a new node
         self._call(request, m.Done, self._config.connect_timeout_s)
 
     def lookup(
@@ -155,7 +154,7 @@ class NodeClient(WholePrompts):
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
-        """deadline_s: per request; `wait_s` limits the wait for lower tiers"""
+        """See `Cache`. deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
         found = self._call(
             m.Lookup(query, cost, have_tokens, uses, intent), m.LookupAnswer, deadline_s, link
@@ -197,7 +196,7 @@ class NodeClient(WholePrompts):
     def names(
         self, prefix: str = "", *, deadline_s: float | None = None
     ) -> tuple[list[m.KnownSpace], int, int]:
-        """Return the namespaces with descriptions, and the number and bytes of the others."""
+        """Return described namespaces, and the number and bytes of the others."""
         spaces: list[m.KnownSpace] = []
         while True:
             page = self._call(
@@ -293,7 +292,7 @@ class NodeClient(WholePrompts):
         self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
 
     def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
-        """Return when the node last cleared a namespace; 0: never."""
+        """Return the last clear's time; 0: none."""
         return self._call(m.LastClear(namespace), m.Done, deadline_s).count
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -368,7 +367,7 @@ class NodeClient(WholePrompts):
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.ClientInfo]:
-        """End clients. Return them as they were before."""
+        """End clients. Return their state before."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
@@ -395,7 +394,6 @@ class NodeClient(WholePrompts):
         self.close()
 
     def renew_locks_in_child(self) -> None:
-        """The parent's threads may hold the old locks."""
         was_closed = self._closed.is_set()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._wake.close_in_child()
@@ -448,7 +446,6 @@ class NodeClient(WholePrompts):
         except OSError as error:
             self._break(link, str(error))
             raise NodeLost(f"{request.operation}: lost the node on {self.path}: {error}") from None
-        # an interrupt, too: a request that was cut short breaks the link
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)
@@ -486,11 +483,10 @@ class NodeClient(WholePrompts):
             log.warning("damaged chunks could not be reported: %s", error)
 
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
-        """Never raises: when a broken link closes, the node takes everything back."""
         if held:
             link.let_go()
             if link.closed:
-                self._wake.set()  # the keeper may have to send `Departed`
+                self._wake.set()
         within_s = self._membership.return_within_s(link, self._config.call_timeout_s)
         if request is not None and within_s is not None:
             try:
@@ -500,7 +496,7 @@ class NodeClient(WholePrompts):
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
-            # before `lose`, because others read it without the lock
+            # others read it without the lock
             if self._membership.link is link:
                 self._lost_at_s = time.monotonic()
             lost = self._membership.lose(link)

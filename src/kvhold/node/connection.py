@@ -1,5 +1,3 @@
-"""One client's connection, in the node's loop."""
-
 import asyncio
 import logging
 import os
@@ -33,11 +31,10 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """Turns bytes into messages for the session, and answers into bytes.
+    """A client's connection, in the node's loop.
 
-    A client that breaks the rules is disconnected. If it holds a lease or a reservation, it may
-    still be writing: its requests are ignored, and its memory is taken back after it closes its
-    end.
+    A client that breaks the rules is disconnected. With a lease or a reservation, it may still be
+    writing: its requests are ignored, and its memory is taken back after it closes its end.
     """
 
     def __init__(self, node: "Node") -> None:
@@ -64,7 +61,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _join(self, transport: asyncio.Transport, peer: SocketPeer) -> None:
         self._transport, self._peer = transport, peer
         self._node.joined(self)
-        if self._node.is_ending:  # accepted just before the listener closed
+        if self._node.is_ending:
             transport.close()
         elif self._peer.uid != os.getuid():
             self._refuse(
@@ -91,14 +88,13 @@ class ClientConnection(asyncio.BufferedProtocol):
                     return
                 if self.session is None:
                     self._greet(_hello_decoder.decode(body))
-                elif answered or self._is_busy():  # in order, each in its own turn
+                elif answered or self._is_busy():
                     self._waiting.append(bytes(body))
                 else:
                     answered = True
                     self._answer(body)
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
-        # a bug ends one connection, and frees no used memory
         except Exception:
             log.exception("a request failed")
             self._refuse("the node failed; its log says why", "internal error")
@@ -114,7 +110,6 @@ class ClientConnection(asyncio.BufferedProtocol):
                 self._go_on()
             except ProtocolError as error:
                 self._refuse(str(error), "bad message")
-            # a bug ends one connection, and frees no used memory
             except Exception:
                 log.exception("a request failed")
                 self._refuse("the node failed; its log says why", "internal error")
@@ -126,7 +121,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _go_on(self) -> None:
         if self._answering is None:
             self._answer(self._waiting.popleft())
-        elif self._answering.is_done:  # encoding a large answer takes its own turn
+        elif self._answering.is_done:
             answer, self._answering = self._answering.result, None
             self._send(answer, self._answering_number)
             self._node.move()
@@ -180,7 +175,6 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._leave()
 
     def depart(self) -> None:
-        """Allow the client's memory to be taken back while its process lives."""
         self._has_departed = True
         if self._is_closed:
             self._leave()
@@ -233,16 +227,15 @@ class ClientConnection(asyncio.BufferedProtocol):
         )
 
     def kick(self) -> None:
-        """Let others write the chunks that the client has reserved.
-
-        Its memory stays its own until it closes its end or its process ends.
-        """
+        """Let others write its reserved chunks. Its memory is taken back only at its end."""
         if self.session is not None:
             self._node.state.give_up(self.session)
         self._refuse("this client was ended by `kvhold kick`", "kicked")
 
     def drop_if_dead(self) -> None:
-        """Drop a dead process's connection, unless a device copies: a child may keep it open."""
+        """A dead process's child may keep the connection open. Does nothing while a device
+        copies.
+        """
         if self._process_end is not None:
             return
         if (
@@ -316,9 +309,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         log.info("client %s (pid %d) joined", self.session.name, self.session.pid)
 
     def _welcome(self, welcome: m.Welcome) -> None:
-        """Raises OSError: no descriptor is left."""
+        """Raises OSError: no descriptor."""
         assert self._transport is not None
-        # asyncio cannot send descriptors; the first bytes fit the buffer
         with (
             socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw,
             suppress(BrokenPipeError),
@@ -352,7 +344,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._draining = True
             self._transport.resume_reading()
         elif self.session is not None and self._transport.get_write_buffer_size():
-            # `close` would wait for the client, with its hits pinned
+            # `close` would wait for the client
             self._transport.abort()
         else:
             self._transport.close()

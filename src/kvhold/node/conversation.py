@@ -1,10 +1,9 @@
 """A client's side of one connection, as a state machine without I/O.
 
-A call whose caller has given up is dropped if none of it was sent. Otherwise its late answer's hit,
-announcement, lease or reservation is released.
+If a caller has given up, its unsent call is dropped; otherwise the late answer's hit, announcement,
+lease or reservation is released.
 
-Threads hold one lock around each call, except `prepare` (always safe) and `read` (safe for one
-reader).
+Threads hold one lock around each call, except `prepare`, and `read` of one reader.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 
 
 class Call:
-    """grants: the answer grants something that must be released
+    """grants: the answer grants something to release
     keep:   send the request even if its caller has given up
     """
 
@@ -53,7 +52,7 @@ class Conversation:
     # Asking.
 
     def prepare(self, request: m.Message, *, keep: bool = False) -> Call:
-        """Raises ProtocolError: the node could not accept the request."""
+        """Raises ProtocolError."""
         number = next(self._numbers)
         return Call(
             number,
@@ -68,7 +67,6 @@ class Conversation:
         self._outbox.append(call)
 
     def give_up(self, call: Call) -> None:
-        """Ignore the answer. Idempotent."""
         if call.late:
             return
         call.late = True
@@ -80,7 +78,7 @@ class Conversation:
     # Sending.
 
     def to_send(self) -> memoryview | None:
-        """Return the next bytes, the same until `sent`."""
+        """Return the same bytes until `sent`."""
         while self._outbox:
             call = self._outbox[0]
             if not call.late or call.begun or call.keep:
@@ -91,7 +89,6 @@ class Conversation:
         return None
 
     def sent(self, nbytes: int) -> memoryview | None:
-        """Record sent bytes. Returns the next ones."""
         call = self._outbox[0]
         if nbytes:
             call.begun = True
@@ -103,7 +100,6 @@ class Conversation:
     # Receiving.
 
     def read(self, data: Bytes, now_s: float) -> Iterator[tuple[int, m.Answer]]:
-        """Yield complete messages. Invalid bytes end the conversation."""
         self.last_heard_s = now_s
         try:
             for body in self._splitter.feed(data):
@@ -130,7 +126,7 @@ class Conversation:
                 self._return(answer, self.last_heard_s)
 
     def fail(self, error: OSError | ProtocolError) -> None:
-        """End the conversation. Only the first error is kept."""
+        """Only the first error is kept."""
         if self.error is None:
             self.error = again(error)
 
@@ -151,7 +147,7 @@ class Conversation:
         return self.is_unsent or self.is_owed
 
     def silent_s(self, now_s: float) -> float:
-        """Return seconds since the node's last message while it owes a late answer, else 0."""
+        """0: no answer is late."""
         if not self._num_late:
             return 0.0
         oldest_s = min((call.asked_s for call in self._calls.values() if call.late), default=now_s)
@@ -166,7 +162,7 @@ class Conversation:
 
 
 def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
-    """Return a copy without traceback, whose frames would keep the arena mapped."""
+    """Return the error without traceback, whose frames would keep the arena mapped."""
     return type(error)(*error.args)
 
 

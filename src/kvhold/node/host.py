@@ -1,7 +1,6 @@
-"""Free a detached node from the process settings of its engine.
+"""Free a detached node from its engine's process settings (docs/node.md).
 
-A child inherits the engine's cores, memory policy and priority (docs/node.md). Nothing here raises:
-a refused change makes the node slower, not wrong.
+Nothing raises: a refused change only makes the node slower.
 """
 
 import logging
@@ -22,8 +21,6 @@ log = logging.getLogger(__name__)
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 
-# Variables that a node inherits. Left out: LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*),
-# devices and settings.
 _KEPT = {
     r"PATH|HOME|USER|LOGNAME|SHELL": "the user's name and home",
     r"LANG|LANGUAGE|LC_\w+|TZ": "the language and time zone of messages and logs",
@@ -44,7 +41,6 @@ _KEPT_NAME = re.compile("|".join(f"(?:{names})" for names in _KEPT))
 
 
 def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Return the variables of `_KEPT`, of `node.environment`, and of secrets in the settings."""
     named = set(config.node.environment) | referenced_variables(
         (*config.tiers, *config.encryption.keys)
     )
@@ -56,7 +52,7 @@ def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, st
 
 
 def spawn_attributes() -> dict[str, Any]:
-    """Return `posix_spawn` arguments: a new session, no signal blocked or ignored."""
+    """Begin a new session; block and ignore no signal."""
     usual = [
         number
         for number in signal.valid_signals()
@@ -66,10 +62,9 @@ def spawn_attributes() -> dict[str, Any]:
 
 
 def belong_to_host(keep: Iterable[int] = ()) -> None:
-    """Reset cores, memory policy, scheduling, descriptor limit and working folder.
+    """Reset cores, memory policy, scheduling, descriptor limit and folder; close descriptors.
 
-    Closes all descriptors except 0-2 and `keep`. Call it before any thread starts
-    (threads inherit these settings) and before memory is mapped.
+    Call it before any thread starts and before memory is mapped.
     """
     first = 3
     for fd in sorted(keep):
@@ -93,7 +88,6 @@ def raise_descriptor_limit() -> int:
 
 
 def raise_priority(nice: int) -> None:
-    """Set the nice value of this process and its autogroup, if allowed."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError as error:
@@ -106,7 +100,6 @@ def raise_priority(nice: int) -> None:
 def _reset_scheduling() -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    # users may not lower a nice value
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
     placement.system_call(_IOPRIO_SET, "ioprio_set", 1, 0, 0)

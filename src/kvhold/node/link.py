@@ -1,6 +1,6 @@
 """One connection to the node, and its arena.
 
-Any thread may call. One waiting caller reads for all. While none waits, the client's keeper calls
+Any thread may call. One waiting caller reads for all; without one, the client's keeper calls
 `tend`.
 
 The node takes memory back when the socket closes, so a broken or retired link closes only when no
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _DESCRIPTORS = 1
 _READ_BYTES = 64 << 10
-# faulted in per mapping: 8 MiB of page tables
+# per mapping: 8 MiB of page tables
 _TOUCHED_BYTES = 4 << 30
 _TOUCH_AFTER_S = 1.0
 _LAST_WORDS_S = 1.0
@@ -47,7 +47,7 @@ _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refuse
 
 
 class _Mapping:
-    """Faults in only the first pages, because page tables take memory."""
+    """Only the first pages are faulted in."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -64,8 +64,8 @@ class _Mapping:
 
 class Link:
     def __init__(self, path: Path, name: str, timeout_s: float, requires: bytes = b"") -> None:
-        """Raises NodeError; NodeRefused: the node refuses this client."""
-        self._retiring = _event()  # readable once retired; ends all waits
+        """Raises NodeError; NodeRefused."""
+        self._retiring = _event()
         with on_error(lambda: os.close(self._retiring)):
             self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
         self._socket.setblocking(False)
@@ -73,10 +73,10 @@ class Link:
         self.uses_device = False
         """Whether a device copies between the arena and this process."""
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
-        self._mappings: dict[bool, _Mapping] = {}  # writable -> mapping
-        self._count_lock = threading.Lock()  # for the lifetime and the mappings
+        self._mappings: dict[bool, _Mapping] = {}
+        self._count_lock = threading.Lock()
         self._lifetime = Lifetime()
-        self._lock = threading.Lock()  # for the conversation and the reader
+        self._lock = threading.Lock()
         self._conversation = Conversation(time.monotonic())
         self._change = threading.Condition(self._lock)
         self._num_waiting = 0
@@ -90,7 +90,6 @@ class Link:
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
-        """Read-only; mapped at first use."""
         with self._count_lock:
             return self._mapped(writable=False)
 
@@ -124,7 +123,6 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Whether the socket is closed; then no thread uses the arena."""
         return self._socket.fileno() < 0
 
     def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
@@ -148,7 +146,6 @@ class Link:
             if (answer := self._answer_of(call)) is None:
                 raise DeadlineExceeded(request.operation, deadline_s)
             return answer
-        # an interrupt, too: nobody takes the answer any more
         except BaseException:
             with self._lock:
                 self._conversation.give_up(call)
@@ -157,7 +154,7 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until News. Of several waiting callers, only one may get it."""
+        """Wait for `seconds`, or until News. Of several callers, only one may get it."""
         try:
             self._enter()
         except ConnectionError:
@@ -170,10 +167,6 @@ class Link:
             self._leave()
 
     def watch(self, notifier: Notifier, seconds: float) -> None:
-        """Wait for the node's end, the notifier, or `seconds`.
-
-        Raises OSError, ProtocolError.
-        """
         self._enter()
         try:
             end = select.poll()
@@ -198,7 +191,7 @@ class Link:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
-        """Return the arena, mapped until `let_go`. Raises NodeError."""
+        """Map the arena until `let_go`. Raises NodeError."""
         with self._count_lock:
             buffer = self._mapped(writable)
             self._lifetime.hold()
@@ -210,11 +203,10 @@ class Link:
             self._close_if_unused()
 
     def retire(self, *, at_once: bool = True) -> None:
-        """Accept no more calls. Close when the arena is not held.
+        """Accept no more calls. The link closes when the arena is not held, because the node then
+        takes the memory back.
 
-        Until then the socket stays open: else the node takes the memory back.
-
-        at_once=False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s.
+        at_once: False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s
         """
         with self._count_lock:
             self._lifetime.retired = True
@@ -229,7 +221,7 @@ class Link:
                 self.retire()
 
     def forget_in_child(self) -> None:
-        """Close a child's copy of the socket, which would keep the parent's holdings alive."""
+        """The socket's copy would keep the parent's holdings alive."""
         self._count_lock, self._send_lock, self._lock = (
             threading.Lock(),
             threading.Lock(),
@@ -293,7 +285,6 @@ class Link:
     # Sending.
 
     def _send(self, until: float) -> None:
-        """Raises TimeoutError, OSError."""
         if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(
             timeout=max(0.0, until - time.monotonic())
         ):
@@ -308,7 +299,6 @@ class Link:
             self._send_lock.release()
 
     def _send_some(self, data: memoryview, until: float) -> memoryview | None:
-        """Returns the next bytes. Raises TimeoutError, OSError."""
         try:
             nbytes = self._socket.send(data)
             with self._lock:
@@ -316,9 +306,8 @@ class Link:
         except BlockingIOError:
             self._wait_until_writable(until)
             with self._lock:
-                # another request, if this one was given up
                 return self._conversation.to_send()
-        # an interrupt, too: it is unknown how much was sent
+        # the sent part is unknown
         except BaseException as error:
             self._fail(error, "a call was cut short while it sent a request")
             raise
@@ -326,16 +315,12 @@ class Link:
     # Receiving.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Wait until `is_done()`, called under the lock. False: the deadline came first.
-
-        Raises the connection's error.
-        """
         me = object()
         while True:
             try:
                 with self._lock:
                     while self._reader is not me:
-                        if is_done():  # even if the connection has ended
+                        if is_done():
                             return True
                         self._check()
                         left = until - time.monotonic()
@@ -351,7 +336,7 @@ class Link:
                     self._read(until)
                 except TimeoutError:
                     return False
-            # an interrupt may come anywhere, so one assignment makes or unmakes the reader
+            # an interrupt may come anywhere, so one assignment changes the reader
             finally:
                 if self._reader is me:
                     self._reader = None
@@ -360,7 +345,6 @@ class Link:
                             self._change.notify_all()
 
     def _read(self, until: float) -> None:
-        """Raises TimeoutError, OSError, ProtocolError."""
         if not self._readable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
         if self.retired:
@@ -376,7 +360,7 @@ class Link:
                     self._conversation.deliver(number, answer)
         except BlockingIOError:
             return
-        # an interrupt, too: it is unknown how much was read
+        # the read part is unknown
         except BaseException as error:
             self._fail(error, "a call was cut short while it read an answer")
             raise
@@ -421,7 +405,7 @@ os.register_at_fork(after_in_child=_forget_links)
 def _join(
     path: Path, name: str, timeout_s: float, requires: bytes
 ) -> tuple[socket.socket, m.Welcome, int]:
-    """Return socket, welcome and arena's descriptor. Raises NodeError."""
+    """Raises NodeError."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -443,7 +427,7 @@ def _join(
                 f"the settings name too many tiers to join a node: {len(hello)} bytes, at most "
                 f"{m.MAX_HELLO_BYTES}"
             )
-        with suppress(BrokenPipeError):  # the reason is read below
+        with suppress(BrokenPipeError):
             sock.sendall(hello)
         data, fds = _receive_with_descriptors(sock)
         while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(
@@ -491,9 +475,8 @@ def _join(
 
 
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Raises OSError, also when no descriptor is free.
-
-    Not `socket.recv_fds`: children would inherit its descriptors and keep the arena alive.
+    """Raises OSError, also without a free descriptor. `socket.recv_fds` would let children inherit
+    the descriptors.
     """
     fds = array("i")
     data, ancillary, flags, _ = sock.recvmsg(

@@ -1,7 +1,7 @@
 """The node's listening Unix socket.
 
-Without a free descriptor, asyncio's own server logs a traceback per client and leaves it waiting.
-This one keeps a spare descriptor to send the reason. In the loop's thread.
+It keeps a spare descriptor to send a reason when none is free; asyncio's server leaves clients
+waiting.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 _AT_ONCE = 16
-_PAUSE_S = 0.5  # while the host has no descriptor left
+_PAUSE_S = 0.5
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -30,9 +30,7 @@ class Listener:
         make_protocol: Callable[[], asyncio.BaseProtocol],
         refusal: Callable[[], str | None],
     ) -> None:
-        """sock:    bound; owned
-        refusal: returns why no client can be served, or None
-        """
+        """refusal: why no client can be served, or None"""
         self._socket = sock
         self._make_protocol = make_protocol
         self._refusal = refusal

@@ -1,12 +1,8 @@
-"""A TCP server whose clients log in first: the part that a central cache and a node's peers share.
-
-    class Central(LoginServer): ...   # `_welcome` and `_converse_with` make the protocol
+"""A TCP server with a login, for central caches and a node's peers.
 
 Beyond the loopback interface a client needs the token, or a certificate of the configured
-authorities.
-
-A stranger (a client before its login) costs little: its bytes, time and connections (`logins.py`)
-are limited, and its text is neither logged nor sent back. One event loop.
+authorities. Before its login, a client's bytes, time and connections (`logins.py`) are limited, and
+its text is neither logged nor sent back. One event loop.
 """
 
 import asyncio
@@ -44,8 +40,6 @@ _hello: Decoder[login.LoginHello] = Decoder(login.LoginHello)
 
 @dataclass(frozen=True)
 class ServedProtocol:
-    """what: the server, in refusals"""
-
     magic: str
     version: int
     what: str
@@ -68,7 +62,7 @@ class ServedProtocol:
 
 
 class _Stranger(Exception):
-    """A client fails to log in. The reason is a constant text, never the client's."""
+    """The reason is a constant text, never the client's."""
 
     def __init__(
         self, reason: str, *, denied: bool = False, is_other_version: bool = False
@@ -79,18 +73,13 @@ class _Stranger(Exception):
 
 
 class LoginServer(ABC):
-    """address_setting: the setting of the section that names the address"""
-
     metrics: Metrics
     address_setting = "address"
 
     def __init__(
         self, config: LoginConfig, section: str, address: str, protocol: ServedProtocol
     ) -> None:
-        """section: of the settings
-
-        Raises ConfigError: an address that may not be exposed, or unusable credentials.
-        """
+        """Raises ConfigError: an address that may not be exposed, or unusable credentials."""
         self._login = config
         self._section = section
         self._protocol = protocol
@@ -107,23 +96,22 @@ class LoginServer(ABC):
 
     @abstractmethod
     def _welcome(self) -> msgspec.Struct:
-        """Return the answer to a client that has logged in."""
+        """Return the answer to a client's login."""
 
     @abstractmethod
     async def _converse_with(self, stream: Stream) -> None:
-        """Serve a client until it leaves. Errors end this conversation only."""
+        """Serve a client until it leaves."""
 
     def _note_refused(self, host: str, reason: str) -> None:  # noqa: B027 - only some need it
         """Called with each client that is refused."""
 
     async def _end(self, accepting: "asyncio.Task[None]") -> None:
-        """Cancel the accept task and all conversations, and wait for them."""
         for task in (accepting, *self._conversations):
             task.cancel()
         await asyncio.wait((accepting, *self._conversations))
 
     def _check_exposed(self, address: str) -> None:
-        """Raise ConfigError unless clients must authenticate, over TLS or with `insecure`."""
+        """Raises ConfigError unless clients must authenticate, over TLS or with `insecure`."""
         config, section = self._login, self._section
         if not self._token and not config.tls_client_ca:
             raise ConfigError(
@@ -141,7 +129,6 @@ class LoginServer(ABC):
             )
 
     def _listen(self) -> socket.socket:
-        """Raises NodeError."""
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM
@@ -165,12 +152,11 @@ class LoginServer(ABC):
         while True:
             try:
                 sock, where = await loop.sock_accept(listener)
-            # out of descriptors, or the client has left
             except OSError as error:
                 self._strangers.refused(
                     "the network", f"it could not be accepted: {error.strerror or error}"
                 )
-                # no event says that a descriptor is free; without a pause the loop would spin
+                # no event says that a descriptor is free
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             task = loop.create_task(self._converse(sock, where[0]))
@@ -186,10 +172,9 @@ class LoginServer(ABC):
     def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
         self._conversations.discard(task)
         self._logins.remove(task)
-        sock.close()  # if cancelled before its first step
+        sock.close()
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
-        """Errors end this conversation only."""
         stream = None
         try:
             async with asyncio.timeout(_GREET_WITHIN_S):
@@ -217,7 +202,6 @@ class LoginServer(ABC):
             log.warning("refused a client from %s: %s", host, error)
             self._note_refused(host, str(error))
             await self._refuse(stream, str(error))
-        # a task's edge: a bug ends one conversation, not the server
         except Exception:
             log.exception("a conversation failed")
             self.metrics.add("kvhold_protocol_errors", reason="internal error")
@@ -226,11 +210,11 @@ class LoginServer(ABC):
                 stream.close()
 
     async def _log_in(self, stream: Stream) -> None:
-        """Raises _Stranger unless the client may be served."""
+        """Raises _Stranger."""
         try:
             prefix = await stream.read(LENGTH_BYTES)
             hello = _hello.decode(await stream.read(body_length(prefix, login.MAX_HELLO_BYTES)))
-        except ProtocolError:  # the error's text may quote the client
+        except ProtocolError:
             raise _Stranger(self._protocol.no_hello) from None
         if hello.magic != self._protocol.magic:
             raise _Stranger(self._protocol.no_hello)
@@ -309,5 +293,5 @@ class LoginServer(ABC):
 
 
 def _digest(token: str) -> bytes:
-    """Return the token's digest. Comparing it does not reveal the token's length by its timing."""
+    """Comparing digests hides the token's length."""
     return blake2b(token.encode()).digest()

@@ -1,8 +1,7 @@
 """Connections before their login, and log lines about strangers.
 
-They are limited in total and per network. At a network's limit, its oldest connection is closed; at
-the total limit, the oldest one of the largest network. A login takes milliseconds, so silent
-connections only displace each other. One event loop.
+At a network's limit, its oldest connection is closed; at the total limit, the oldest of the largest
+network. One event loop.
 """
 
 import logging
@@ -22,14 +21,14 @@ class Logins(Generic[Connection]):
     def __init__(self, *, most: int = MOST, most_of_network: int = MOST_OF_NETWORK) -> None:
         self._most = most
         self._most_of_network = most_of_network
-        self._networks: dict[str, dict[Connection, None]] = {}  # oldest first
+        self._networks: dict[str, dict[Connection, None]] = {}
         self._network_of: dict[Connection, str] = {}
 
     def __len__(self) -> int:
         return len(self._network_of)
 
     def add(self, connection: Connection, network: str) -> Connection | None:
-        """Return the connection to close in its place, or None."""
+        """Return the connection to close, or None."""
         victim = None
         own = self._networks.get(network, {})
         if len(own) >= self._most_of_network:
@@ -52,8 +51,6 @@ class Logins(Generic[Connection]):
 
 
 class StrangersLog:
-    """Logs refused strangers, with a limit per minute."""
-
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock

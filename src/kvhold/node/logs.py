@@ -1,7 +1,6 @@
-"""The node's log file, limited in size and in repeated lines.
+"""The node's log file, limited in size and repeated lines.
 
-Standard output and error go there too, so the limit covers libraries. Call `write_log` before there
-are threads.
+Standard output and error go there, too. Call `write_log` before there are threads.
 """
 
 import logging
@@ -47,10 +46,7 @@ class RepeatFilter(logging.Filter):
 
 
 def write_log(path: Path, *, max_bytes: int, files: int) -> None:
-    """Log to `path` from now on. files: number of files, including the current one
-
-    Raises OSError.
-    """
+    """files: with the current one. Raises OSError."""
     handler = _LogFile(path, maxBytes=max_bytes, backupCount=files - 1)
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.addFilter(RepeatFilter())
@@ -67,7 +63,6 @@ class _LogFile(RotatingFileHandler):
         fd = open_beside(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(fd, standard)
-        # the handler closes it
         return open(fd, "a", encoding="utf-8", errors="backslashreplace")  # noqa: PTH123
 
     def doRollover(self) -> None:

@@ -12,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 from kvhold.core.errors import NodeError, NodeLost
 from kvhold.net import messages as m
 
-_NO_TIME_S = 0.001  # to a silent node: send, do not wait
-_HOPELESS = 10  # failed attempts to join, after which no lookup waits
+_NO_TIME_S = 0.001
+_HOPELESS = 10  # failed attempts to join; then no lookup waits
 _FIRST_PAUSE_S = 0.01
 
 
@@ -26,7 +26,6 @@ class Lifetime:
         self._held = 0
 
     def enter(self) -> None:
-        """Raises ConnectionError: retired."""
         if self.retired:
             raise ConnectionError("the connection is closed")
         self._callers += 1
@@ -35,7 +34,6 @@ class Lifetime:
         self._callers -= 1
 
     def hold(self) -> None:
-        """Raises NodeError: retired."""
         if self.retired:
             raise NodeError("the connection to the node is closed")
         self._held += 1
@@ -49,7 +47,7 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """Whether the link may close. The node then takes its memory back."""
+        """Whether the link may close. The node then takes the memory back."""
         return self.retired and not self._held and not self._callers
 
 
@@ -82,8 +80,7 @@ AnyLink = TypeVar("AnyLink", bound=UsedLink)
 class Departures:
     """A process's lost links to one socket, if a device may still use their memory.
 
-    The node keeps their memory when they close, until `Departed` comes on a later link. Any thread
-    may call.
+    The node keeps that memory until `Departed` comes on a later link. Any thread may call.
     """
 
     def __init__(self) -> None:
@@ -92,11 +89,10 @@ class Departures:
 
     @classmethod
     def of_process(cls, path: Path) -> "Departures":
-        """Return this process's only one for a socket."""
+        """Return the only one of this process and socket."""
         return _of_process.setdefault(path.absolute(), cls())
 
     def add(self, link: UsedLink) -> None:
-        """Ignored if no device uses the link."""
         with self._lock:
             if link.uses_device and link not in self._links:
                 self._links.append(link)
@@ -134,7 +130,6 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 class Duty(enum.Enum):
     REJOIN = enum.auto()
-    # late answers, or requests without a caller
     TEND = enum.auto()
     DEPART = enum.auto()
     PING = enum.auto()
@@ -150,11 +145,11 @@ class Membership(Generic[AnyLink]):
         self.departures = departures if departures is not None else Departures()
         self.closed = False
         self._registered: dict[bytes, m.Register] = {}
-        self._refusal: str | None = None  # the latest since the loss
-        self._failures = 0  # since the loss
+        self._refusal: str | None = None
+        self._failures = 0
 
     def current(self, operation: str) -> AnyLink:
-        """Return the used link. Raises NodeLost: there is none; NodeError: the client is closed."""
+        """Raises NodeLost: no link; NodeError: the client is closed."""
         link = self.link
         if self.closed:
             raise NodeError(f"{operation}: this client is closed")
@@ -174,13 +169,13 @@ class Membership(Generic[AnyLink]):
         )
 
     def return_within_s(self, link: AnyLink, call_timeout_s: float) -> float | None:
-        """Return how long to wait when a grant is returned; None: send nothing, the link closes."""
+        """Return the time for returning a grant. None: send nothing, the link closes."""
         if link.retired:
             return None
         return _NO_TIME_S if self.is_silent(link, call_timeout_s) else call_timeout_s
 
     def lose(self, link: AnyLink) -> bool:
-        """Whether the link was in use."""
+        """Return whether the link was in use."""
         self.departures.add(link)
         if self.link is not link:
             return False
@@ -202,7 +197,7 @@ class Membership(Generic[AnyLink]):
         return missing
 
     def failed(self, *, may_be_back: bool) -> None:
-        """may_be_back=False: no node can be started, or it refuses this client"""
+        """may_be_back: False: no node can be started, or it refuses this client"""
         self._failures = self._failures + 1 if may_be_back else _HOPELESS
 
     def pause_s(self, most_s: float) -> float:
@@ -228,7 +223,6 @@ class Membership(Generic[AnyLink]):
         return Duty.REST
 
     def close(self) -> AnyLink | None:
-        """Return the used link, for the caller to retire."""
         self.closed = True
         link, self.link = self.link, None
         if link is not None:

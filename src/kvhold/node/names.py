@@ -1,6 +1,6 @@
-"""The namespaces that clients have registered, for `kvhold names`.
+"""The latest MAX_SPACES namespaces that clients have registered, for `kvhold names`.
 
-Keeps the latest MAX_SPACES, with MAX_BYTES of descriptions. The node's thread.
+Descriptions take at most MAX_BYTES.
 """
 
 import time
@@ -22,7 +22,7 @@ class Names:
         self._clock = clock
 
     def learn(self, digest: bytes, client: str, description: bytes) -> None:
-        """Add a namespace, unless its description is empty or too large."""
+        """Ignore a namespace with an empty or large description."""
         if not description or len(description) > MAX_DESCRIPTION_BYTES:
             return
         before = self._spaces.pop(digest, None)

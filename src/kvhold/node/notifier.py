@@ -11,7 +11,7 @@ class Notifier:
     """Any thread may call, even after `close`."""
 
     def __init__(self) -> None:
-        """Raises NodeError: no descriptor is left."""
+        """Raises NodeError: no descriptor."""
         self._fd = -1
         self._lock = threading.Lock()
         try:
@@ -20,7 +20,6 @@ class Notifier:
             raise NodeError(f"cannot join a node: {error}") from None
 
     def fileno(self) -> int:
-        """Return the descriptor, readable while the event is set."""
         return self._fd
 
     def set(self) -> None:
@@ -40,7 +39,7 @@ class Notifier:
                 self._fd = -1
 
     def close_in_child(self) -> None:
-        """The parent's threads may hold the old lock."""
+        """The parent's threads may hold its lock."""
         self._lock = threading.Lock()
         self.close()
 

@@ -19,10 +19,9 @@ _MAX_PATH = 107
 
 
 def default_socket() -> Path:
-    """Return the node's socket, in this user's first usable folder.
+    """Return the socket in this user's first usable folder.
 
-    Engines with the same environment get the same path: the folders' owners and modes do not
-    change.
+    Engines with the same environment get the same path.
     """
     places = list(_places())
     for number, folder in enumerate(places):
@@ -30,11 +29,11 @@ def default_socket() -> Path:
             if number:
                 _warn_once(places[0], folder)
             return folder / "node.sock"
-    return places[0] / "node.sock"  # `prepare_folder` raises
+    return places[0] / "node.sock"
 
 
 def socket_path(configured: str) -> Path:
-    """Return the configured socket, or the default. Raises NodeError: too long."""
+    """Raises NodeError: too long."""
     path = Path(configured).expanduser().absolute() if configured else default_socket()
     if len(os.fsencode(path)) > _MAX_PATH:
         raise NodeError(
@@ -44,15 +43,12 @@ def socket_path(configured: str) -> Path:
 
 
 def lock_path(path: Path) -> Path:
-    """Locked by the node until its memory is freed."""
     return Path(f"{path}.lock")
 
 
 def clears_path(path: Path) -> Path:
-    """Return the file of pending clears.
-
-    It is in `$XDG_STATE_HOME/kvhold`, because a reboot usually removes the socket's folder. It has
-    the host's name, because hosts may share a home.
+    """Return a file in `$XDG_STATE_HOME/kvhold`, which a reboot keeps. Its name contains the host's
+    name, because hosts may share a home.
     """
     beside = Path(f"{path}.clears")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
@@ -74,14 +70,13 @@ def clears_path(path: Path) -> Path:
 
 
 def watch_path(path: Path) -> Path:
-    """The watcher (`node/watcher.py`) locks this file."""
     return Path(f"{path}.watch")
 
 
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
-    """Make and check the socket's folder. any_owner: allow one that others can change
+    """any_owner: others may change the folder
 
-    Raises NodeError: the folder cannot be made or written, or others can change it.
+    Raises NodeError.
     """
     folder = path.parent
     try:
@@ -101,7 +96,7 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
 
 
 def open_beside(path: Path, flags: int) -> int:
-    """Open a file next to the socket. Follows no link and truncates nothing.
+    """Open without following links or truncating.
 
     Raises OSError; `Unsafe`: a link, another user's file, or no regular file.
     """
@@ -137,7 +132,6 @@ def _places() -> Iterator[Path]:
 
 
 def _is_free_or_ours(folder: Path) -> bool:
-    """Whether the folder is this user's alone, or can be made."""
     try:
         state = folder.lstat()
     except FileNotFoundError:

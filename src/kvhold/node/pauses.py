@@ -1,18 +1,18 @@
 """Keep Python's garbage collector from stopping a node's loop.
 
-With a million chunks, a full collection takes half a second, that of one young list 160 ms. Skipped
-young objects become old, which is safe: chunks, names and requests are in no cycles.
+With a million chunks, a full collection takes half a second. Chunks, names and requests are in no
+cycles and need none.
 """
 
 import gc
 import sys
 
-_MOST_YOUNG = 2000  # a fraction of a millisecond
+_MOST_YOUNG = 2000
 _is_ours = False
 
 
 def avoid_pauses() -> None:
-    """Only this module collects from now on. Sets the switch interval to 0.5 ms."""
+    """Also sets the switch interval to 0.5 ms."""
     global _is_ours
     gc.collect()
     gc.freeze()
@@ -22,10 +22,7 @@ def avoid_pauses() -> None:
 
 
 def collect_young(*, may_look: bool) -> None:
-    """Collect young objects, then count them as old. Call it every second.
-
-    may_look: False after a long call, which may have made a large object
-    """
+    """Call it every second. may_look: False after a call that may have made a large object"""
     if _is_ours:
         if may_look and gc.get_count()[0] < _MOST_YOUNG:
             gc.collect(0)

@@ -1,11 +1,7 @@
-"""What this node has, as numbered changes for its followers, with snapshots to start from.
+"""A node's chunks as numbered changes for its followers, and as snapshots.
 
-    feed.note(key, nbytes)      # nbytes: of the frame in memory; 0: removed from memory
-    feed.changes_after(number)  # -> the changes' records, or None: a snapshot is needed
-    for page in feed.pages(): ...
-
-Notes may come from any thread. The rest runs in the loop of the peers' thread, which numbers the
-changes and keeps an index of its own. So a snapshot costs the node's loop nothing.
+Any thread notes changes. The peers' loop numbers them and keeps an index of its own, so a snapshot
+does not stop the node's loop.
 """
 
 import asyncio
@@ -21,8 +17,8 @@ from kvhold.net.wire import encode
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import PeerIndex, digest_of, pack, unpack
 
-_MOST_CHANGES = 500  # in one record: about a millisecond
-_MOST_KEPT = 200_000  # changes, for followers that were away
+_MOST_CHANGES = 500
+_MOST_KEPT = 200_000
 _PAGE_CHUNKS = 4000
 
 SizeOf = Callable[[bytes, int, int], int]
@@ -53,29 +49,29 @@ class PeerFeed:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_woken = False
         self._changed = asyncio.Event()
-        # number before the changes -> record, number after them; the oldest first
+        # number before the changes -> record, number after
         self._kept: dict[int, tuple[bytes, int]] = {}
         self._num_kept = 0
 
     def follow_clears(self, numbers: ClearNumbers) -> None:
-        """Tell the followers of these clears. Call this before there are any."""
+        """Call this before there are any."""
         self._numbers = numbers
         numbers.watch = self.note_cleared
 
     def start(self) -> None:
-        """Number the changes in the running loop from now on. Before, notes only queue."""
+        """Number changes in the running loop. Before, they queue."""
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._number_notes)
 
     # Any thread.
 
     def note(self, key: bytes, nbytes: int, num_tokens: int) -> None:
-        """Note a chunk in memory. nbytes: without a frame; 0: it was removed"""
+        """nbytes: without a frame's header; 0: removed"""
         self._notes.append(_Note(self._memory, key, nbytes, num_tokens))
         self._wake()
 
     def note_on_disk(self, key: bytes, frame_bytes: int) -> None:
-        """Note a frame on a disk of this host. frame_bytes: 0: it was removed"""
+        """frame_bytes: 0: removed"""
         self._notes.append(_Note(self._disks, key, frame_bytes, 0))
         self._wake()
 
@@ -86,7 +82,7 @@ class PeerFeed:
     def _wake(self) -> None:
         if not self._is_woken and self._loop is not None:
             self._is_woken = True
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._number_notes)
 
     # The peers' loop.
@@ -100,30 +96,28 @@ class PeerFeed:
 
     @property
     def num_waiting(self) -> int:
-        """The number of notes that are not numbered yet."""
         return len(self._notes)
 
     def size_of(self, key: bytes) -> int:
-        """Return the size of a chunk's frame; 0: it is not here."""
+        """0: it is not here."""
         return self._size(digest_of(key))
 
     async def wait(self, number: int) -> None:
-        """Wait for changes after `number`, for at most `BEAT_S`."""
+        """Wait for at most `BEAT_S`."""
         if number == self.number:
             self._changed.clear()
-            # `wait_for` of Python 3.11 swallows a cancellation that comes with the change
+            # Python 3.11's `wait_for` swallows a cancellation that comes with the change
             with suppress(TimeoutError):
                 async with asyncio.timeout(p.BEAT_S):
                     await self._changed.wait()
 
     def changes_after(self, number: int) -> tuple[bytes, int] | None:
-        """Return a record of changes, and the number of its last one; None: they are forgotten."""
         if number == self.number:
             return bytes(encode(p.Happened(number, [], []))), number
         return self._kept.get(number)
 
     def pages(self) -> Iterator[p.Page]:
-        """Yield a snapshot. Changes between two pages are in the events after its number."""
+        """Changes between two pages are in later events."""
         number, digests, sizes = self.number, bytearray(), bytearray()
         clears = [p.ClearNumber(*clear) for clear in self._numbers.announced.items()]
         is_first = True
@@ -142,11 +136,11 @@ class PeerFeed:
             yield part
         for part in self._disks.parts(0):
             chunks = zip(*unpack(part.digests, part.sizes), strict=True)
-            # a chunk that came to memory after its part was read may have no change of its size
+            # its size may have changed since its part was read
             yield pack([one for one in chunks if self._size(one[0]) == one[1]])
 
     def _number_notes(self) -> None:
-        self._is_woken = False  # before the notes are taken, so that a later one wakes again
+        self._is_woken = False
         runs: list[p.Run] = []
         removed, changes = False, list[tuple[int, int]]()
         num_changes = 0
@@ -184,9 +178,9 @@ class PeerFeed:
         self._changed.set()
 
     def _apply(self, note: _Note) -> tuple[int, int] | None:
-        """Return the digest, and the size to ask for from now on; None: nothing has changed.
+        """Return digest and new size; None: unchanged.
 
-        A chunk is sent from memory if it is there, so its size there counts.
+        A chunk in memory is sent from there, so that size counts.
         """
         assert len(note.key) == KEY_BYTES
         digest = digest_of(note.key)

@@ -1,10 +1,7 @@
-"""Publishes a node's changes, as followers read them over TCP, to the bus of its tier of peers.
+"""Publishes a node's changes to the bus of its tier of peers.
 
-    publisher = PeerPublisher(feed, bus); publisher.start() ... await publisher.stop()
-
-The records, their numbers and the beats are those of `PeerServer`. If the bus is away, changes wait
-in the feed. Changes that the feed has forgotten are a gap, and followers ask this node. Runs in the
-loop of the peers' thread.
+While the bus is away, changes wait in the feed. If the feed forgets some, followers see a gap and
+ask this node. Runs in the peers' loop.
 """
 
 import asyncio
@@ -40,15 +37,13 @@ class PeerPublisher:
                 async with self._bus.connected() as session:
                     await self._publish(session)
             except TierUnavailable:
-                pass  # the bus has noted it
+                pass
             if self._number != before:
                 pause_s = _FIRST_PAUSE_S
-            # a retry after a growing pause, cancelled by `stop`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _publish(self, session: BusSession) -> None:
-        """Publish without end. Records whose answer is lost are published again."""
         feed = self._feed
         while True:
             records, number = self._next_records()
@@ -58,14 +53,14 @@ class PeerPublisher:
             await feed.wait(number)
 
     def _next_records(self) -> tuple[bytes, int]:
-        """Return the next records, joined, and the number of their last change.
+        """Return the joined records, and the last change's number.
 
-        Many small ones are one message, because each message waits for the answer to the last.
+        Small records are joined, because each message waits for the last answer.
         """
         records, number = bytearray(), self._number
         while not records or (len(records) < BATCH_BYTES and number != self._feed.number):
             found = self._feed.changes_after(number)
-            if found is None:  # forgotten: a gap, which followers notice
+            if found is None:
                 number = self._feed.number
                 continue
             record, number = found

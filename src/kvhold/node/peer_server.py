@@ -1,12 +1,7 @@
-"""Serves this node's chunks to its followers: reads, and the stream of changes.
+"""Serves this node's chunks and changes to its followers, read-only.
 
-    server = PeerServer(config.peers, source, feed, metrics)
-    await server.start(server.listen()) ... await server.stop()
-
-A follower cannot change anything here. Values go from the pinned chunk to the socket without a copy
-in Python. The bytes of all values that are pinned or buffered at once are limited, and each peer's
-share of these bytes is, too (`byte_budget.py`). One event loop, in a thread of its own
-(`peer_thread.py`).
+Values go from the pinned chunk to the socket without a copy in Python. Their bytes are limited, in
+total and per peer (`byte_budget.py`). One event loop, in `peer_thread.py`.
 """
 
 import asyncio
@@ -31,8 +26,8 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.peers.bus import clock_ms
 
 _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
-_GROUP_BYTES = 8 << 20  # pinned at once for one get
-_GROUP_KEYS = 128  # looked up in one turn of the node's loop
+_GROUP_BYTES = 8 << 20
+_GROUP_KEYS = 128  # per turn of the node's loop
 _request: Decoder[p.Request] = Decoder(p.Request)
 
 
@@ -40,10 +35,7 @@ class ChunkSource(Protocol):
     def lent(
         self, keys: Sequence[bytes], room: Sequence[int]
     ) -> AbstractAsyncContextManager[list[Parts | None]]:
-        """Yield the frames of these chunks, in place until the block ends.
-
-        None: the chunk is not here, or its frame is larger than its room.
-        """
+        """Frames stay in place until the block ends. None: not here, or larger than its room."""
 
 
 class PeerServer(LoginServer):
@@ -52,7 +44,7 @@ class PeerServer(LoginServer):
     def __init__(
         self, config: ServePeersConfig, source: ChunkSource, feed: PeerFeed, metrics: Metrics
     ) -> None:
-        """metrics: of the server's own thread
+        """metrics: of the server's thread
 
         Raises ConfigError: an address that may not be exposed, or unusable credentials.
         """
@@ -67,16 +59,15 @@ class PeerServer(LoginServer):
         self._listener: socket.socket | None = None
 
     def listen(self) -> None:
-        """Take the port. Raises NodeError."""
+        """Raises NodeError."""
         self._listener = self._listen()
 
     def start(self) -> None:
-        """Serve in the running loop."""
         assert self._listener is not None
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
 
     async def stop(self) -> None:
-        """End all conversations, if it was started. Nothing is pinned by them when this returns."""
+        """Nothing is pinned when this returns."""
         if self._accepting is not None:
             await self._end(self._accepting)
         self.close()
@@ -182,7 +173,6 @@ class PeerServer(LoginServer):
         starts: list[int] | None,
         most: list[int],
     ) -> None:
-        """most: of each frame"""
         nbytes = min(self.budget.limit, sum(max(0, one) for one in most))
         async with self.budget.taken(nbytes, peer), self._source.lent(keys, most) as frames:
             sizes: list[int | None] = []
@@ -202,7 +192,6 @@ class PeerServer(LoginServer):
 
 
 def _group_end(most: Sequence[int], begin: int, limit_bytes: int) -> int:
-    """Return where the group of keys ends whose values are pinned together; at least one key."""
     nbytes, end = 0, begin
     while end < min(len(most), begin + _GROUP_KEYS):
         nbytes += max(0, most[end])
@@ -213,7 +202,7 @@ def _group_end(most: Sequence[int], begin: int, limit_bytes: int) -> int:
 
 
 def _range_of(frame: Parts, start: int, nbytes: int) -> Parts | None:
-    """Return the parts of a range; None: the frame ends earlier, or the range is empty."""
+    """None: the frame ends earlier, or the range is empty."""
     if not 0 < nbytes <= size_of(frame) - start:
         return None
     found: list[memoryview] = []

@@ -1,11 +1,7 @@
-"""The thread that serves a node's peers, with an event loop of its own.
+"""The thread and event loop that serve a node's peers.
 
-    peers = PeerThread(config.peers, state, post); peers.use(tier_worker)
-    peers.start() ... peers.close()
-
-The thread runs from the beginning, and numbers the chunks that disks find when they are opened. So
-engines wait neither for a peer's network nor for its encryption. The node's loop is asked only to
-pin chunks, at most 128 in a turn.
+The node's loop only pins chunks, at most 128 in a turn, so engines wait neither for a peer's
+network nor for its encryption.
 """
 
 import asyncio
@@ -35,8 +31,7 @@ class PeerThread:
         post: Callable[[Callable[[], None]], None],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """post: runs a call in the node's loop
-        loop: the loop to run in, without a thread; the caller awaits `end`, not `close`
+        """loop: to run in, without a thread; the caller awaits `end`, not `close`
 
         Raises ConfigError.
         """
@@ -64,16 +59,15 @@ class PeerThread:
         return f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
 
     def use(self, tier_worker: TierWorker | None) -> ClearNumbers | None:
-        """Read the disks of a tier worker, and announce the clears that its tier of peers knows.
+        """Read a tier worker's disks, and announce the clears that its tier of peers knows.
 
-        Without such a tier, returns numbers, which the caller advances and announces.
+        Without such a tier, return numbers for the caller to announce.
         """
         tier = None if tier_worker is None else tier_worker.peers_tier
         if tier_worker is not None:
             self._source.read_disks = tier_worker.read_for_peer
         if tier is not None:
             self._tier = tier
-            # the port too: the tier may introduce itself before `start`
             tier.serve_as(Own(incarnation=self.feed.incarnation, port=self._server.port))
             self.feed.follow_clears(tier.clear_numbers)
             if (bus := tier.make_bus()) is not None:
@@ -84,7 +78,6 @@ class PeerThread:
         return numbers
 
     def start(self) -> None:
-        """Raises NodeError: cannot listen."""
         self._server.listen()
         if self._tier is not None:
             address = self._advertise or self.address
@@ -94,7 +87,7 @@ class PeerThread:
             self._loop.call_soon_threadsafe(self._publisher.start)
 
     def close(self) -> None:
-        """End all conversations. The node's loop must run meanwhile. Idempotent."""
+        """The node's loop must still run. Idempotent."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()

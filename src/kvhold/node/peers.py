@@ -1,10 +1,7 @@
 """The process at the other end of a Unix socket.
 
-A forked child may keep a dead process's socket open, so the node also asks the kernel. A descriptor
-per process would be too many for 256 engines.
-
-A device copies until its file is closed, and a dying process closes its files one by one. So
-`watch` waits for the end of the whole process.
+A forked child may keep a dead process's socket open, so the node also asks the kernel. A device
+copies until its file is closed, so `watch` waits for the end of the whole process.
 """
 
 import asyncio
@@ -24,15 +21,13 @@ log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python
-_STATE, _START_TIME = 0, 19  # of /proc/PID/stat, after the command
+_STATE, _START_TIME = 0, 19  # of /proc/PID/stat
 
 
 @dataclass(frozen=True)
 class SocketPeer:
-    """A process.
-
-    pid:   0: in another PID namespace
-    start: in kernel clock ticks, because pids recur; None: not known
+    """pid:   0: in another PID namespace
+    start: in kernel clock ticks, because pids recur; None: unknown
     """
 
     pid: int
@@ -47,7 +42,7 @@ class SocketPeer:
         return cls(pid, uid, _start_of(pid) if _proc_is_ours() else None)
 
     def has_ended(self) -> bool:
-        """Whether all threads have ended. False, too, if it is not known."""
+        """Whether all threads have ended; False if unknown."""
         if self.pid <= 0 or self.start is None:
             return False
         try:
@@ -62,14 +57,13 @@ class SocketPeer:
             return False
 
     def watch(self, connection: socket.socket) -> "ProcessEnd":
-        """Raises NodeError: the process cannot be watched."""
         try:
             (fd,) = struct.unpack(
                 "i", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
             )
             return ProcessEnd(fd)
         except OSError as error:
-            if error.errno != errno.ENOPROTOOPT:  # Linux before 6.5
+            if error.errno != errno.ENOPROTOOPT:
                 raise NodeError(f"process {self.pid} cannot be watched: {error}") from None
         if self.pid <= 0 or self.start is None:
             raise NodeError(
@@ -87,14 +81,10 @@ class SocketPeer:
 
 
 class ProcessEnd:
-    """The end of a process, and thus of its device copies. Used in an event loop."""
-
     def __init__(self, fd: int) -> None:
-        """fd: a pidfd, owned"""
         self._fd = fd
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback` at the end, unless `close` comes first."""
         asyncio.get_running_loop().add_reader(self._fd, callback)
 
     def close(self) -> None:
@@ -105,7 +95,7 @@ class ProcessEnd:
 
 
 def _proc_is_ours() -> bool:
-    """Another PID namespace's /proc has other processes under these numbers."""
+    """Pids differ in another PID namespace."""
     try:
         return Path("/proc/self").readlink() == Path(str(os.getpid()))
     except OSError:
@@ -113,7 +103,6 @@ def _proc_is_ours() -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """None: not known."""
     try:
         fields = _stat(pid) if pid > 0 else None
     except OSError:
@@ -130,7 +119,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether the process has no thread left; its first has ended. Raises OSError."""
+    """Whether no thread is left; the first has ended. Raises OSError."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The settings that an engine compares with a node's when it joins."""
+"""The settings that an engine compares with a node's."""
 
 from hashlib import blake2b
 
@@ -31,7 +31,7 @@ def pack(requirements: Requirements) -> bytes:
 
 
 def unpack(packed: bytes) -> Requirements:
-    """Empty bytes require nothing. Raises ProtocolError."""
+    """Raises ProtocolError."""
     try:
         return _decoder.decode(packed) if packed else Requirements()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -39,7 +39,7 @@ def unpack(packed: bytes) -> Requirements:
 
 
 def check(required: Requirements, offered: Requirements) -> tuple[str, ...]:
-    """Return the differences that need only a warning. Raises NodeError: do not join."""
+    """Return differences to warn of. Raises NodeError: do not join."""
     missing: Missing = compare(required, offered)
     fatal = missing.refused + (missing.different if required.refuse else ())
     if fatal:

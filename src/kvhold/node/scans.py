@@ -1,7 +1,6 @@
-"""Scans of a central store: keys in memory, then keys that only lower tiers have.
+"""Scans of a central store: keys in memory, then keys in lower tiers only.
 
-A scan continues from a page's last key. Keys are unordered. Dropped scans start again, so keys may
-recur.
+Keys are unordered and may recur.
 """
 
 from collections import OrderedDict
@@ -17,8 +16,6 @@ _MOST_SCANS = 64
 
 
 class ScanPage(NamedTuple):
-    """whole: every tier has answered so far"""
-
     keys: list[bytes]
     more: bool
     whole: bool
@@ -48,7 +45,7 @@ class Scans:
         return page
 
     async def _parts(self, prefix: bytes, silent: set[str]) -> AsyncIterator[list[bytes]]:
-        """Yield keys; one in two places comes twice. silent: gets the names of failing tiers"""
+        """silent: gets the names of failing tiers"""
         for entries in self._ram.parts():
             yield [entry.key for entry in entries if entry.key.startswith(prefix)]
         for guard in self._guards:

@@ -1,11 +1,7 @@
 """The nodes that read this one's chunks, for `kvhold peers` and metrics.
 
-    peer = served.joined(stream.host, introduction)   # the first of its connections, or one more
-    peer.sent(num_chunks, nbytes) ... served.left(peer)
-    served.refused(host, reason)
-
-At most 32 peers are told apart: then a new one replaces the one that left first. Without one that
-left, new ones count as one. Written in the peers' loop; any thread reads.
+At most 32 are told apart; a new one replaces the one that left first. Written in the peers' loop;
+any thread reads.
 """
 
 import time
@@ -26,9 +22,7 @@ OTHERS = "others"
 
 
 class ServedPeer:
-    """address: with its port, if it serves peers itself
-    since_s: when its first connection was made, of those in a row
-    """
+    """address: with its port, if it serves peers"""
 
     def __init__(
         self, address: str, name: str, metrics: Metrics, clock: Callable[[], float]
@@ -79,7 +73,7 @@ class ServedPeers:
         self._refused: dict[str, _Refused] = {}
 
     def joined(self, host: str, introduction: Introduce | None) -> ServedPeer:
-        """Count a connection of a peer. Raises ProtocolError: it has no such port."""
+        """Raises ProtocolError: no such port."""
         name, address = "", host
         if introduction is not None:
             name = quoted(introduction.name, _MOST_NAME)
@@ -112,7 +106,6 @@ class ServedPeers:
         return [peer.status(in_flight(peer)) for peer in (*peers, *others)]
 
     def status_of_refused(self) -> list[RefusedPeerStatus]:
-        """The latest first."""
         now_s = self._clock()
         return [
             {

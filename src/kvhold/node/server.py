@@ -1,10 +1,7 @@
-"""The daemon of one host: an arena, an index, and engines that are its clients.
+"""The daemon of one host: an arena, an index, and engines as clients.
 
-One loop in one thread serves the clients. Long work takes several turns, with sockets served
-between them. Other threads fault in the arena, scrub idle chunks, and use the lower tiers. Engines
-map the arena and copy.
-
-The Unix socket has mode 0600.
+One loop serves the clients; long work takes several turns. Other threads fault in the arena, scrub
+chunks, and use the lower tiers. Engines map the arena and copy. The Unix socket has mode 0600.
 """
 
 import _thread
@@ -53,7 +50,7 @@ _WATCH_S = 1.0
 _WATCHED_AT_ONCE = 16
 _CLIENTS_A_PAGE = 32
 _LEAST_CLIENTS = 8
-# a new thread may take 200 ms to start, while clients wait
+# starting a thread may take 200 ms
 _CHORES_AFTER_S = 1.0
 _MOST_READ_BYTES = 256 << 10
 
@@ -63,9 +60,7 @@ class Node:
     _peers: PeerThread | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
-        """Take the socket's lock, and create arena, state and tier worker.
-
-        idle_exit_s: end after this time without clients
+        """idle_exit_s: end after this time without clients
 
         Raises CapacityError, ConfigError, or NodeError: another node has the socket.
         """
@@ -105,16 +100,16 @@ class Node:
         self.metrics = state.metrics
         self.names = Names()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.connections: dict[ClientConnection, None] = {}  # in the order of their arrival
+        self.connections: dict[ClientConnection, None] = {}
         self.numbers = count(1)
-        self.run = randbits(60)  # tells client numbers of two nodes apart
+        self.run = randbits(60)
         self._most_clients = _LEAST_CLIENTS
         self._listener: Listener | None = None
-        # from then on, no client's memory is taken back: it may be in use
+        # from then on, clients' memory is not taken back
         self.is_ending = False
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))
         self._stopped = asyncio.Event()
-        # waiting connections; None: the state
+        # None: the state
         self._busy: deque[ClientConnection | None] = deque()
         self._is_turning = False
         self._was_busy = False
@@ -124,7 +119,6 @@ class Node:
         self._empty_since_s = time.monotonic()
 
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
-        """Raises NodeError: cannot listen."""
         loop = self._loop = asyncio.get_running_loop()
         self._most_clients = _most_clients(raise_descriptor_limit())
         watch, chores = None, None
@@ -163,7 +157,6 @@ class Node:
             self._peers.close()
 
     def _announce_clears(self, numbers: ClearNumbers | None) -> None:
-        """numbers: None: the tier of peers announces them"""
         if numbers is None:
             return
 
@@ -174,7 +167,7 @@ class Node:
         self.state.when_cleared = announce
 
     def _start_chores(self) -> None:
-        """From another thread: `Thread.start` blocks until the new one runs."""
+        """`Thread.start` blocks until the new one runs."""
         self._starting = threading.Event()
         _thread.start_new_thread(self._start_threads, (self._starting,))
 
@@ -192,7 +185,7 @@ class Node:
             started.set()
 
     def end_conversations(self) -> None:
-        """Close all connections. Clients may still use their memory, so it is not reused."""
+        """Clients may still use their memory, so it is not reused."""
         self.is_ending = True
         if self._listener is not None:
             self._listener.close()
@@ -242,7 +235,6 @@ class Node:
 
     @property
     def peers_address(self) -> str:
-        """Where other nodes are served; empty: nowhere."""
         return "" if self._peers is None else self._peers.address
 
     def move(self) -> None:
@@ -262,7 +254,7 @@ class Node:
 
     @staticmethod
     def now() -> tuple[float, float]:
-        """Return the clock and the CPU time of this thread, in seconds."""
+        """Clock and CPU time of this thread, in seconds."""
         return time.perf_counter(), time.thread_time()
 
     def took(self, began: tuple[float, float]) -> None:
@@ -300,9 +292,8 @@ class Node:
             collect_all()
 
     def _post(self, event: Callable[[], None]) -> None:
-        """Called in the tier worker's thread, which may outlive the loop."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._happen, event)
 
     def _happen(self, event: Callable[[], None]) -> None:
@@ -325,8 +316,7 @@ class Node:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener = Listener(sock, lambda: ClientConnection(self), self._refusal)
         try:
-            # the file gets the socket's mode, so other users can never connect; a umask would
-            # affect other threads
+            # before `bind`, so others can never connect; a umask would affect other threads
             os.fchmod(sock.fileno(), 0o600)
             sock.bind(str(self.path))
             listener.start(loop)
@@ -336,7 +326,7 @@ class Node:
         return listener
 
     def _refusal(self) -> str | None:
-        """Return why another client cannot join; None: it can."""
+        """None: a client can join."""
         if len(self.connections) < self._most_clients:
             return None
         self.metrics.add("kvhold_protocol_errors", reason="too many")
@@ -347,16 +337,13 @@ class Node:
         )
 
     async def _watch_clients(self) -> None:
-        """Drop dead processes' connections (see `peers.py`)."""
         while True:
-            # a periodic task, cancelled at the end
             await asyncio.sleep(_WATCH_S)
             collect_young(may_look=not self._was_busy and not self._busy)
             self._was_busy = False
             for number, connection in enumerate(list(self.connections), 1):
                 try:
                     connection.drop_if_dead()
-                # one client's bug must not end the watch
                 except Exception:
                     log.exception("a client could not be checked")
                 if number % _WATCHED_AT_ONCE == 0:
@@ -383,7 +370,7 @@ class Node:
         return m.ClientList(ended)
 
     def departed(self, run: int, number: int, pid: int) -> None:
-        """Let a client of process `pid` depart. Ignores clients of other processes."""
+        """Ignores clients of other processes."""
         for connection in list(self.connections):
             if (
                 run == self.run
@@ -409,12 +396,11 @@ class Node:
 
 
 def _most_clients(descriptors: int) -> int:
-    """Return the most clients: one per descriptor, less those for tiers, log and /proc."""
+    """One per descriptor, less those for tiers, log and /proc."""
     return max(_LEAST_CLIENTS, descriptors - max(64, descriptors // 8))
 
 
 def _place_arena(arena: Arena, numa: str) -> None:
-    """Raises ConfigError: the setting names no NUMA node with memory."""
     nodes = memory_nodes()
     if numa == "near":
         _place_zones(arena, nodes)
@@ -442,7 +428,6 @@ def _place_arena(arena: Arena, numa: str) -> None:
 
 
 def _place_zones(arena: Arena, nodes: Sequence[int]) -> None:
-    """Place an equal part of the arena on each NUMA node, as `RamTier` divides it."""
     if len(nodes) < 2:
         return
     nbytes = zone_bytes(arena.nbytes, len(nodes))

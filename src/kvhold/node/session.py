@@ -21,9 +21,9 @@ from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
-_CLEAR_STEPS = 400  # about 20,000 chunks
+_CLEAR_STEPS = 400
 _MOST_PARTS = 32
-# bytes; enough for 1.2 million tokens of 80 layers
+# enough for 1.2 million tokens of 80 layers
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4
 _MAX_NAME = 100
 
@@ -80,17 +80,14 @@ class Session:
         *,
         watch_process: Callable[[], None] = _watch_nothing,
     ) -> None:
-        """pid: 0: not known
-        watch_process: called when a device copies; raises NodeError if the process cannot be
-                       watched
-        """
+        """watch_process: called when a device copies; raises NodeError"""
         self.name = hello.name[:_MAX_NAME]
         self.pid = pid if pid > 0 else hello.pid
         self._state = state
         self._node = node
         self._watch_process = watch_process
         self.uses_device, self.pinned_bytes = False, 0
-        # ticket -> number; News is due when more than this has arrived
+        # ticket -> number of arrivals; more cause News
         self._arriving: dict[int, float] = {}
         self._unwritten: int | None = None
         self._seen = _Snapshot(0, iter(()))
@@ -125,9 +122,9 @@ class Session:
         }
 
     def answer(self, request: m.Request) -> m.Answer | Running[m.Answer]:
-        """Answer a request, or return a running call that takes several turns.
+        """Return the answer, or a running call of several turns.
 
-        Our own errors refuse the request. Raises ProtocolError for a request that breaks the rules.
+        Our own errors refuse the request. Raises ProtocolError: the request breaks the rules.
         """
         try:
             return self._verbs[type(request)](request)
@@ -137,7 +134,6 @@ class Session:
             return m.Refused(str(error), fatal=False)
 
     def take_news(self) -> bool:
-        """Whether a hit or a flush has ended or grown; each is reported once."""
         news = [
             ticket
             for ticket, told in self._arriving.items()
@@ -155,17 +151,14 @@ class Session:
         return self._state.touches_memory(self)
 
     def release_all(self) -> None:
-        """Release the client's holdings. The client must no longer touch the arena."""
+        """The client must no longer touch the arena."""
         self._state.release_owner(self)
-        self._verbs.clear()  # breaks a reference cycle: a busy node does not collect cycles
-        # the same: a method of the connection
+        self._verbs.clear()  # a reference cycle; a busy node does not collect them
         self._watch_process = _watch_nothing
 
     def _in_turns(
         self, turns: Turns[Result], answer: Callable[[Result], m.Answer]
     ) -> m.Answer | Running[m.Answer]:
-        """Return the answer if one turn is enough, else the running call."""
-
         def run() -> Turns[m.Answer]:
             try:
                 result = yield from turns
@@ -229,7 +222,6 @@ class Session:
         )
 
     def _leased(self, leased: ClaimAnswer) -> m.Answer:
-        """Refuse checksums that do not fit a message."""
         nbytes = sum(len(packed) for packed in leased.checksums)
         if nbytes > _MOST_CHECKSUMS:
             self._state.release(self, leased.lease)
@@ -280,12 +272,11 @@ class Session:
         return m.Done(self._state.cleared_ns(request.namespace))
 
     def _clear_turns(self, request: m.Clear) -> Turns[int]:
-        """Hide the chunks at once, and free some before the answer."""
         removed = self._state.clear(request.namespace, at_ns=request.at_ns)
         for _ in range(_CLEAR_STEPS):
             if not self._state.has_chores:
                 break
-            yield TURN  # `clear` was the first step
+            yield TURN
             self._state.step()
         return removed
 

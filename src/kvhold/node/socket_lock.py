@@ -1,4 +1,4 @@
-"""The lock on a node's socket: one node for each socket."""
+"""The lock on a node's socket."""
 
 import errno
 import fcntl
@@ -16,25 +16,19 @@ _LOCK_PAUSE_S = 0.002
 
 
 def _lock(fd: int) -> None:
-    """Lock the file. Raises BlockingIOError if a node has the lock.
-
-    Tries for 0.2 s, because a check for a node (`start.py`) takes the lock for a moment.
-    """
+    """Raises BlockingIOError after 0.2 s: a check for a node (`start.py`) locks for a moment."""
     for left in range(_LOCK_ATTEMPTS, 0, -1):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if left == 1:
                 raise
-            # a blocking flock has no deadline
             time.sleep(_LOCK_PAUSE_S)
         else:
             return
 
 
 class SocketLock:
-    """A file with the owner's pid, locked while the owner lives."""
-
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
         prepare_folder(path, any_owner=any_owner)
         self._file = lock_path(path)
@@ -64,12 +58,12 @@ class SocketLock:
         os.write(self._fd, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """Unlock. The file is kept: otherwise two owners could lock two files of the same name."""
+        """Keep the file: two owners could lock two files of one name."""
         os.close(self._fd)
 
 
 def remove_stale(path: Path) -> None:
-    """Remove an old socket. Raises NodeError for another file. The caller holds the lock."""
+    """The caller holds the lock. Raises NodeError for another file."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise NodeError(

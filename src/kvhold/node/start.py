@@ -1,7 +1,4 @@
-"""Join this host's node, or start it: `connect()`.
-
-The first engine starts the node as a process that outlives the engine.
-"""
+"""Join this host's node, or start it: `connect()`."""
 
 import fcntl
 import logging
@@ -32,10 +29,10 @@ _LOG_TAIL_BYTES = 2000
 
 
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
-    """Return a client of this host's node; start the node if `node.autostart` allows.
+    """Return a client of this host's node. Start the node if `node.autostart` allows, also later
+    when it is lost.
 
-    The client may start another one, by the same rule, if the node is lost. `node.on_mismatch` and
-    `node.require_encryption` apply to a running node.
+    `node.on_mismatch` and `node.require_encryption` apply to a running node.
 
     Raises NodeError; ConfigError: an invalid tier URL.
     """
@@ -67,12 +64,8 @@ def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
 
 
 def ensure_node(config: Config, path: Path, given_up: threading.Event | None = None) -> None:
-    """Start a node on `path` unless one listens.
-
-    given_up: set when the caller no longer wants the node
-
-    Raises NodeError: the node ends while starting, `given_up` is set, or it does not listen within
-    `node.start_timeout_s`.
+    """Raises NodeError: the node ends while starting, `given_up` is set, or it does not listen
+    within `node.start_timeout_s`.
     """
     if _listens(path):
         return
@@ -82,7 +75,7 @@ def ensure_node(config: Config, path: Path, given_up: threading.Event | None = N
     )
     try:
         lock = open_beside(Path(f"{path}.start"), os.O_RDWR | os.O_CREAT)
-        try:  # so that one of several engines starts the node
+        try:  # one of several engines starts the node
             _wait_for(lock, patience)
             if not _has_node(patience):
                 _spawn(config, patience)
@@ -99,7 +92,6 @@ class _Patience:
     given_up: threading.Event
 
     def pause(self, why: Callable[[], str]) -> None:
-        """Raises NodeError at a limit."""
         if time.monotonic() > self.until_s:
             raise NodeError(f"no node on {self.path} within node.start_timeout_s: {why()}")
         if self.given_up.wait(_POLL_S):
@@ -116,16 +108,14 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 
 
 def _has_node(patience: _Patience) -> bool:
-    """Whether a node listens, after any start or end under way."""
+    """Wait for a start or end under way."""
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
         patience.pause(lambda: "another node has the socket's lock, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
-    """Checking a free lock takes it for an instant. So the node's lock is not checked while a
-    watcher lives, whose next node needs it.
-    """
+    """A check locks a free file for an instant, so it would disturb a watcher's next node."""
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
 
@@ -173,7 +163,6 @@ def _spawn(config: Config, patience: _Patience) -> None:
         )
     finally:
         os.close(output)
-    # with --detach, the process ends when the node listens or has failed
     while not _has_ended(pid):
         patience.pause(
             lambda: f"the node was started, but does not listen yet; {_told(log_path, start)}"
@@ -184,7 +173,6 @@ def _spawn(config: Config, patience: _Patience) -> None:
 
 
 def _at_home(config: Config) -> Config:
-    """Resolve `node.numa = engine` to this process's NUMA nodes."""
     if config.node.numa != "engine":
         return config
     nodes = format_list(engine_memory_nodes())
@@ -194,7 +182,7 @@ def _at_home(config: Config) -> Config:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # other code of this process has waited for it
+    except ChildProcessError:
         return True
 
 
@@ -227,7 +215,7 @@ def _told(path: Path, start: int) -> str:
 
 
 def log_tail(path: Path, start: int) -> str:
-    """Return the end of a log, not before byte `start`. Raises OSError."""
+    """Return the log from byte `start`. Raises OSError."""
     with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         return file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

@@ -1,7 +1,6 @@
-"""Restart a killed node at once, from a waiting process: the watcher.
+"""The watcher: a waiting process that restarts a killed node at once.
 
-The watcher has done the imports, which take seconds on busy cores. Its lock file keeps
-engines from starting a node. It holds no socket, tier file or arena.
+It has done the slow imports. Its lock keeps engines from starting a node.
 """
 
 import fcntl
@@ -15,15 +14,15 @@ from kvhold.memory.arena import has_room
 from kvhold.node.paths import open_beside, watch_path
 
 _LEAST_LIFE_S = 5.0
-_ROOM_WITHIN_S = 2.0  # for engines to unmap the last arena
+_ROOM_WITHIN_S = 2.0
 _ROOM_PAUSE_S = 0.01
 
 
 def restart_when_killed(path: Path) -> bool:
     """Become the watcher. Return in a child, and in a new child when the first one was killed.
 
-    Returns whether there was an earlier child. Returns False in this process if another watcher has
-    the lock. Call it before there are threads. Raises OSError.
+    Returns whether there was an earlier child; False, in this process, if another watcher has the
+    lock. Call it before there are threads. Raises OSError.
     """
     lock = open_beside(watch_path(path), os.O_RDWR | os.O_CREAT)
     try:
@@ -32,7 +31,7 @@ def restart_when_killed(path: Path) -> bool:
         os.close(lock)
         return False
     gc.collect()
-    gc.freeze()  # a child's collection copies none of these pages
+    gc.freeze()
     had_one = False
     while True:
         began_s = time.monotonic()
@@ -49,5 +48,5 @@ def restart_when_killed(path: Path) -> bool:
 def wait_for_room(config: Config, ram_bytes: int) -> None:
     until_s = time.monotonic() + _ROOM_WITHIN_S
     while not has_room(ram_bytes, config.huge_pages) and time.monotonic() < until_s:
-        # no event says that the killed node's memory is free
+        # no event says that memory is free
         time.sleep(_ROOM_PAUSE_S)

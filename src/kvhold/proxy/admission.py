@@ -1,8 +1,5 @@
-"""The queue before the engines: it bounds running requests, waiting ones, and held bytes.
-
-    async with admission.slot(): ...
-
-Waiting requests are served in their order. One event loop.
+"""The queue before the engines: it bounds running requests, waiting ones, and held bytes. Waiting
+requests keep their order. One event loop.
 """
 
 import asyncio
@@ -29,7 +26,7 @@ class HeldBytes:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises ProxyOverloaded: requests take too much memory."""
+        """Raises ProxyOverloaded."""
         if self._admission.held_bytes + num_bytes > self._most:
             raise ProxyOverloaded(
                 "memory", "the requests in progress are too large (proxy.max_held_bytes)"
@@ -40,7 +37,6 @@ class HeldBytes:
 
 class Admission:
     def __init__(self, config: ProxyConfig, num_usable: Callable[[], int]) -> None:
-        """num_usable: of the decode engines, now"""
         self._config = config
         self._num_usable = num_usable
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -52,7 +48,7 @@ class Admission:
         return len(self._waiting)
 
     def check_queue(self) -> None:
-        """Raise ProxyOverloaded if a request that comes now would be refused."""
+        """Raises ProxyOverloaded if a request would be refused now."""
         if not self._has_room() and self.queued >= self._config.max_queued:
             raise ProxyOverloaded(
                 "queue_full", f"{self.queued} requests wait for a decode engine (proxy.max_queued)"
@@ -60,10 +56,10 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for a place. Raises ProxyOverloaded."""
+        """Raises ProxyOverloaded."""
         self.check_queue()
         if self._waiting or not self._has_room():
-            await self._wait()  # `wake` has counted it
+            await self._wait()
         else:
             self.running += 1
         try:
@@ -74,7 +70,6 @@ class Admission:
 
     @contextmanager
     def hold(self) -> Iterator["HeldBytes"]:
-        """Count the memory of one request."""
         held = HeldBytes(self, self._config.max_held_bytes)
         try:
             yield held
@@ -82,7 +77,7 @@ class Admission:
             self.held_bytes -= held.num_bytes
 
     def wake(self) -> None:
-        """Give free places to waiting requests: one has ended, or an engine became usable."""
+        """A request has ended, or an engine became usable."""
         while self._waiting and self._has_room():
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -99,7 +94,7 @@ class Admission:
             async with asyncio.timeout(self._config.queue_timeout_s):
                 await waiter
         except BaseException as error:
-            if waiter.done() and not waiter.cancelled():  # it has got a place, and does not use it
+            if waiter.done() and not waiter.cancelled():
                 self.running -= 1
                 self.wake()
             elif waiter in self._waiting:

@@ -1,12 +1,7 @@
 """HTTP calls to engines. Every failure is an EngineFault.
 
-    calls = EngineCalls(config)
-    answer = await calls.open(engine, call)
-    try: async for piece in answer.pieces(): ...
-    finally: answer.close()
-
-Closing an answer that has not ended closes its connection: the engine then stops computing. Bytes
-pass as they are, without decompression. One event loop.
+Closing an answer early closes its connection, so the engine stops computing. Bytes pass without
+decompression. One event loop.
 """
 
 import asyncio
@@ -25,17 +20,13 @@ from kvhold.proxy.engines import ProxiedEngine
 from kvhold.proxy.faults import EngineFault
 from kvhold.proxy.headers import Headers
 
-_BUFFERED_BYTES = (
-    1 << 20
-)  # an answer up to this size is read as a whole, so that it can be repeated
+_BUFFERED_BYTES = 1 << 20
 _PROBE_BYTES = 64 << 10
 _KEEPALIVE_S = 3.0  # vLLM's server closes idle connections after 5 s
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """path: with its query, encoded"""
-
     method: str
     path: str
     headers: Headers
@@ -43,8 +34,6 @@ class EngineCall:
 
 
 class EngineAnswer:
-    """An answer whose first bytes have arrived."""
-
     def __init__(self, response: aiohttp.ClientResponse, idle_timeout_s: float) -> None:
         self._response = response
         self._idle_timeout_s = idle_timeout_s
@@ -63,14 +52,14 @@ class EngineAnswer:
         return bool(self._response.content_type == "text/event-stream")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield bytes as they arrive. Raises EngineFault: the answer is cut."""
+        """Raises EngineFault: the answer is cut."""
         for piece in self._first:
             yield piece
         while not self._is_at_end and (piece := await self._next(self._idle_timeout_s)):
             yield piece
 
     async def read(self, most_bytes: int) -> bytes:
-        """Return the body. Raises EngineFault: it is cut, or larger."""
+        """Raises EngineFault: it is cut, or larger."""
         parts, num_bytes = [], 0
         async for piece in self.pieces():
             parts.append(piece)
@@ -80,7 +69,6 @@ class EngineAnswer:
         return b"".join(parts)
 
     async def read_first(self) -> None:
-        """Read the first bytes, or all of a small answer."""
         self._first.append(await self._next(None))
         length = self.content_length
         if self.is_event_stream or length is None or length > _BUFFERED_BYTES:
@@ -108,7 +96,7 @@ class EngineAnswer:
 
 class EngineCalls:
     def __init__(self, config: ProxyConfig) -> None:
-        """Must be made in the event loop. Raises ConfigError: `engine_ca_file` is unusable."""
+        """Call this in the event loop. Raises ConfigError: `engine_ca_file` is unusable."""
         self._config = config
         tls: ssl.SSLContext | bool = True
         if config.engine_ca_file:
@@ -130,7 +118,7 @@ class EngineCalls:
         await self._session.close()
 
     async def open(self, engine: ProxiedEngine, call: EngineCall) -> EngineAnswer:
-        """Send a request, and wait for the first bytes of its answer. Raises EngineFault."""
+        """Return when the answer's first bytes have arrived. Raises EngineFault."""
         timeout_s = self._config.first_byte_timeout_s
         due = asyncio.get_running_loop().time() + timeout_s
         try:
@@ -143,7 +131,6 @@ class EngineCalls:
             raise EngineFault("timeout", f"no answer within {timeout_s:g} s") from None
 
     async def _open(self, engine: ProxiedEngine, call: EngineCall) -> EngineAnswer:
-        """Raises EngineFault."""
         answer: EngineAnswer | None = None
         try:
             response = await self._session.request(
@@ -190,7 +177,6 @@ def fault_of(error: BaseException) -> EngineFault:
 
 
 def _text(error: BaseException) -> str:
-    """Say what failed, without the request."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return str(error.os_error.strerror or error.os_error)
     if isinstance(error, aiohttp.ClientResponseError):
@@ -199,5 +185,4 @@ def _text(error: BaseException) -> str:
 
 
 def _payload(body: bytes) -> bytes | io.BytesIO | None:
-    """A large body is written in pieces."""
     return io.BytesIO(body) if len(body) > _BUFFERED_BYTES else body or None

@@ -1,9 +1,5 @@
 """The engines behind a proxy: their health and load, and the choice of one.
 
-    pool = EnginePool("decode", engines, session_slack=8)
-    engine = pool.choose(session="a", tried=())
-    with engine.busy(tokens): ...
-
 A prefill engine's load is the tokens of its running requests, a decode engine's their number. No
 I/O; one event loop.
 """
@@ -23,9 +19,9 @@ Role = Literal["prefill", "decode"]
 
 
 class ProxiedEngine:
-    """url: without a path at its end, such as http://127.0.0.1:8100
+    """url: such as http://127.0.0.1:8100
 
-    peer: host and port where decode engines fetch the KV of this prefill engine (protocol p2p)
+    peer: host and port where decode engines fetch its KV (protocol p2p)
     """
 
     def __init__(self, role: Role, url: str, peer: tuple[str, int] | None = None) -> None:
@@ -36,7 +32,7 @@ class ProxiedEngine:
         self.is_up = False
         self.is_draining = False
         self.cause = "not probed yet"
-        self.num_failures = 0  # in a row
+        self.num_failures = 0
         self.running = 0
         self.tokens = 0
         self.last_chosen = 0.0
@@ -66,14 +62,11 @@ class ProxiedEngine:
             self._waits.discard(until)
 
     def give_up(self) -> None:
-        """End all waits for the first bytes of an answer."""
         for until in self._waits:
             until.reschedule(asyncio.get_running_loop().time())
 
 
 class EnginePool:
-    """The engines of one role."""
-
     def __init__(self, role: Role, engines: Sequence[ProxiedEngine], *, session_slack: int) -> None:
         self.role = role
         self.engines = tuple(engines)
@@ -89,10 +82,6 @@ class EnginePool:
     def choose(
         self, session: str | None, tried: Collection[ProxiedEngine] = ()
     ) -> ProxiedEngine | None:
-        """Return the session's engine, or the one with the least load; None: no engine is usable.
-
-        tried: engines to leave out
-        """
         usable = [engine for engine in self.engines if engine.is_usable and engine not in tried]
         if not usable:
             return None
@@ -111,7 +100,6 @@ class EnginePool:
 
 
 def make_pools(config: ProxyConfig) -> tuple[EnginePool, EnginePool]:
-    """Return the prefill and the decode engines. Raises ConfigError."""
     if not config.decode:
         raise ConfigError(
             "proxy.decode: name at least one decode engine, such as --decode http://127.0.0.1:8200"
@@ -145,7 +133,7 @@ def _parse(role: Role, text: str, protocol: str) -> ProxiedEngine:
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
     except ValueError:
         is_url = False
-    if not is_url:  # the text may contain a key
+    if not is_url:  # it may contain a key
         raise ConfigError(f"{where}: not an engine's URL; write it as http://127.0.0.1:8100")
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
@@ -167,7 +155,6 @@ def _parse(role: Role, text: str, protocol: str) -> ProxiedEngine:
 
 
 def split_address(text: str, where: str) -> tuple[str, int]:
-    """Split HOST:PORT or [IPV6]:PORT. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

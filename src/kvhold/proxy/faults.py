@@ -1,10 +1,5 @@
-"""The fault of an engine."""
-
-
 class EngineFault(Exception):
-    """An engine did not answer as it should.
-
-    reason:  a label in metrics: refused, disconnected, timeout, silent, status, invalid
+    """reason:  a label in metrics: refused, disconnected, timeout, silent, status, invalid
     is_sent: whether the engine may have got the request
     """
 

@@ -1,11 +1,8 @@
 """Send one request to a prefill and a decode engine.
 
-    forwarder = Forwarder(config, prefill, decode, calls, prober, metrics)
-    await forwarder.forward(request, deliver)   # `deliver(answer)` sends the answer to the client
-
-The prefill part never fails a request: without it the decode engine computes the prompt. Each part
-is tried on other engines until its first byte has arrived. Cancelling `forward` closes the
-connections of both parts. One event loop.
+A failed prefill fails no request: the decode engine then computes the prompt. Each part is tried on
+other engines until its first byte has arrived. Cancelling `forward` closes both connections. One
+event loop.
 """
 
 import asyncio
@@ -30,13 +27,11 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[EngineAnswer], Awaitable[None]]
 
 _RETRIED = frozenset({429, 500, 502, 503, 504})  # another engine may answer
-_MOST_PREFILL_BYTES = 16 << 20  # of a prefill engine's answer
-_PAUSE_S = 0.05  # before the same engine is tried again
+_MOST_PREFILL_BYTES = 16 << 20
+_PAUSE_S = 0.05
 
 
 class NoEngineAnswers(KVHoldError):
-    """No decode engine has answered. is_late: none did so in time"""
-
     def __init__(self, detail: str, *, is_late: bool = False) -> None:
         super().__init__(detail)
         self.is_late = is_late
@@ -45,7 +40,6 @@ class NoEngineAnswers(KVHoldError):
 @dataclass
 class ProxiedRequest:
     """path:    with its query
-    headers:   for engines
     inference: None: a request that is not for tokens
     stage:     for metrics: before, prefill, decode
     """
@@ -61,7 +55,7 @@ class ProxiedRequest:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether an engine may get the request although another one may have got it."""
+        """Whether two engines may get it."""
         return self.inference is not None or self.method in ("GET", "HEAD")
 
     @property
@@ -71,9 +65,7 @@ class ProxiedRequest:
 
 @dataclass
 class _Handed:
-    """params:  for the decode engine
-    running: the prefill, if the decode engine need not wait for its end
-    """
+    """running: the prefill, if the decode engine need not wait for its end"""
 
     params: Params = field(default_factory=dict)
     running: "asyncio.Task[Params | None] | None" = None
@@ -105,7 +97,7 @@ class Forwarder:
         self._handover = make_handover(config.protocol)
 
     async def forward(self, request: ProxiedRequest, deliver: Deliver) -> None:
-        """Raises NoEngineAnswers, before `deliver` is called; and what `deliver` raises."""
+        """Raises NoEngineAnswers before `deliver` is called, and the errors of `deliver`."""
         handed = _Handed()
         reason = self._reason_against_prefill(request.inference)
         if reason and request.inference is not None:
@@ -148,9 +140,9 @@ class Forwarder:
     async def _prefill(
         self, request: ProxiedRequest, *, only: ProxiedEngine | None = None, name: str = ""
     ) -> Params | None:
-        """Return the parameters for the decode engine; None: the prefill failed."""
+        """Return parameters for the decode engine; None: failed."""
         began = time.monotonic()
-        result = "abandoned"  # the client has left, or the answer is there
+        result = "abandoned"
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
                 params = await self._try_prefill_engines(request, only, name)
@@ -190,7 +182,6 @@ class Forwarder:
     async def _prefill_at(
         self, engine: ProxiedEngine, request: ProxiedRequest, name: str
     ) -> Params:
-        """Raises EngineFault, HandoverFailed."""
         assert request.inference is not None
         body = request.inference.prefill_body(self._handover.prefill_params(name))
         call = EngineCall("POST", request.path, prefill_headers(request.headers), body)
@@ -250,7 +241,6 @@ class Forwarder:
     async def _choose_decode(
         self, request: ProxiedRequest, tried: list[ProxiedEngine]
     ) -> ProxiedEngine | None:
-        """Choose an engine that was not tried, or else one that was."""
         engine = self._decode_pool.choose(request.session, tried)
         if engine is None and tried:
             await asyncio.sleep(_PAUSE_S)
@@ -269,9 +259,8 @@ class Forwarder:
     async def _open_decode(
         self, engine: ProxiedEngine, request: ProxiedRequest, handed: _Handed
     ) -> EngineAnswer:
-        """Send the request. If its running prefill fails, send it again without parameters.
-
-        Raises EngineFault.
+        """If the running prefill fails, send the request again without parameters. Raises
+        EngineFault.
         """
         call = _decode_call(request, handed.params)
         if handed.running is None:

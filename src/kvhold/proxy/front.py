@@ -1,7 +1,6 @@
-"""Serve a client's request: check it, read it, wait for a place, and send on the engine's answer.
+"""Serve a client's request: check it, read it, wait for a place, and pass the engine's answer.
 
-`Front.handle` is the handler of all paths that engines serve. When its client leaves, it ends, and
-so do the requests to engines. One event loop.
+When the client leaves, its requests to engines end. One event loop.
 """
 
 import asyncio
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
 _MOST_SESSION = 256
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# They change one engine, not all.
 _OF_ONE_ENGINE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
@@ -70,7 +68,7 @@ class Front:
         exchange = ProxyExchange(request, self._config, self._metrics)
         self._active += 1
         self._idle.clear()
-        status = 499  # the client has left
+        status = 499
         try:
             response = await self._answer(exchange)
             status = response.status
@@ -81,7 +79,7 @@ class Front:
         except asyncio.CancelledError:
             self._metrics.clients_left.labels(exchange.stage).inc()
             raise
-        except Exception:  # a task's edge: a bug ends one request, not the proxy
+        except Exception:
             log.exception("request %s failed", exchange.request_id)
             status = 500
             return self.refuse(exchange, ProxyRefusal(500, "bug", "the proxy failed"))
@@ -94,13 +92,12 @@ class Front:
     def refuse(self, exchange: "ProxyExchange", refusal: ProxyRefusal) -> web.StreamResponse:
         log.debug("request %s: refused (%s): %s", exchange.request_id, refusal.status, refusal)
         self._metrics.refused.labels(refusal.reason).inc()
-        if exchange.response is not None:  # its first bytes are sent
+        if exchange.response is not None:
             exchange.cut()
             return exchange.response
         return exchange.refusal(refusal)
 
     async def _answer(self, exchange: "ProxyExchange") -> web.StreamResponse:
-        """Raises ProxyRefusal."""
         self._check(exchange)
         try:
             self._admission.check_queue()
@@ -146,7 +143,6 @@ class Front:
             raise ProxyRefusal(415, "bad_request", "compressed requests are not accepted")
 
     async def _read(self, exchange: "ProxyExchange", held: HeldBytes) -> ProxiedRequest:
-        """Raises ProxyRefusal, ProxyOverloaded."""
         request = exchange.request
         body = await self._read_body(request, held)
         path = request.path
@@ -198,8 +194,6 @@ class Front:
 
 
 class ProxyExchange:
-    """One request of a client, and its answer."""
-
     def __init__(self, request: web.Request, config: ProxyConfig, metrics: ProxyMetrics) -> None:
         self.request = request
         self.request_id = request_id_of(request.headers)
@@ -215,7 +209,6 @@ class ProxyExchange:
         return "before" if self.proxied is None else self.proxied.stage
 
     async def deliver(self, answer: EngineAnswer) -> None:
-        """Send an engine's answer to the client, piece by piece."""
         response = web.StreamResponse(
             status=answer.status,
             headers=CIMultiDict(answer_headers(answer.headers, self.request_id)),
@@ -246,7 +239,7 @@ class ProxyExchange:
             self._metrics.clients_left.labels(self.stage).inc()
 
     def cut(self) -> None:
-        """Close the connection without an end of the answer, so that the client notices."""
+        """Close without an end of the answer, so the client notices."""
         if self.request.transport is not None:
             self.request.transport.close()
 
@@ -262,7 +255,7 @@ class ProxyExchange:
             headers=headers,
             content_type="application/json",
         )
-        if refusal.status in (408, 413, 503):  # the rest of a body is not read
+        if refusal.status in (408, 413, 503):  # the rest of the body is not read
             response.force_close()
         return response
 
@@ -273,7 +266,7 @@ class ProxyExchange:
             log.debug("request %s: the client has left", self.request_id)
 
     async def _send(self, sending: Awaitable[object]) -> None:
-        """Raises ConnectionError; SlowClient: the client does not read."""
+        """Raises ConnectionError, SlowClient."""
         try:
             async with asyncio.timeout(self._config.client_timeout_s):
                 await sending
@@ -282,7 +275,7 @@ class ProxyExchange:
 
 
 class ProxyKeys:
-    """The keys of clients, of the administrator, and for engines. They are in no log."""
+    """They are in no log."""
 
     def __init__(self, client: str, admin: str, engines: str, *, is_local: bool) -> None:
         """is_local: the proxy listens on loopback only"""

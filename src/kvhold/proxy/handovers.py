@@ -1,10 +1,5 @@
 """The protocols that hand a prefill engine's KV over to a decode engine.
 
-    handover = make_handover("nixl")
-    params = handover.prefill_params(new_handover_id())
-    ...
-    params = handover.decode_params(engine, handover_id, answer)
-
 The parameters go into `kv_transfer_params` of the two requests. No I/O.
 """
 
@@ -24,9 +19,9 @@ class HandoverFailed(KVHoldError):
 
 
 class Handover(Protocol):
-    """is_parallel: the decode engine gets its request without waiting for the prefill engine
+    """is_parallel: the decode engine does not wait for the prefill
     is_for_one:  it hands over one prompt for one answer only
-    is_reusable: a second decode engine may get the parameters that a first one has got
+    is_reusable: a second decode engine may get the same parameters
     """
 
     is_parallel: bool
@@ -36,16 +31,16 @@ class Handover(Protocol):
     def prefill_params(self, handover_id: str) -> Params: ...
 
     def decode_params(self, engine: ProxiedEngine, handover_id: str, answer: bytes) -> Params:
-        """Return the decode engine's parameters. Raises HandoverFailed.
-
-        engine: that of the prefill
+        """engine: of the prefill
         answer: its JSON; empty if `is_parallel`
+
+        Raises HandoverFailed.
         """
         ...
 
 
 class SharedHandover:
-    """Both engines find KV by its content: in one node, or by tiers or peers."""
+    """Both engines find KV by content: in one node, by tiers or peers."""
 
     is_parallel = False
     is_for_one = False
@@ -59,9 +54,8 @@ class SharedHandover:
 
 
 class NixlHandover:
-    """The fields of vLLM's NixlConnector: the prefill engine's answer names its blocks.
-
-    The first decode engine that fetches them frees them.
+    """vLLM's NixlConnector: the prefill engine's answer names its blocks, which the first fetch
+    frees.
     """
 
     is_parallel = False
@@ -83,13 +77,13 @@ class NixlHandover:
             found = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
         except (msgspec.ValidationError, *UNDECODABLE) as error:
             raise HandoverFailed(f"its answer is not that of a completion: {error}") from None
-        if not found:  # a prompt without a whole block
+        if not found:
             raise HandoverFailed("its answer has no kv_transfer_params")
         return found
 
 
 class PeerHandover:
-    """The decode engine fetches from the prefill engine's peer address, while that computes."""
+    """The decode engine fetches from the prefill engine, which still computes."""
 
     is_parallel = True
     is_for_one = True
@@ -126,5 +120,5 @@ def make_handover(protocol: str) -> Handover:
 
 
 def new_handover_id() -> str:
-    """Return a new name; never the client's, which may come twice."""
+    """Never the client's name, which may come twice."""
     return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Which headers pass between clients and engines, and the names of requests. No I/O."""
+"""Headers between clients and engines, and request names. No I/O."""
 
 import uuid
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ Headers = list[tuple[str, str]]
 REQUEST_ID = "X-Request-Id"
 _MOST_REQUEST_ID = 128
 
-# RFC 9110, 7.6.1: for one connection only
+# RFC 9110, 7.6.1
 _HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -22,7 +22,6 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-# The proxy makes these itself, or they would let a client choose engines.
 _OF_REQUESTS = frozenset(
     {
         "host",
@@ -41,10 +40,7 @@ _KEYS = frozenset({"authorization", "x-api-key", "api-key"})
 def request_headers(
     headers: Iterable[tuple[str, str]], request_id: str, engine_key: str
 ) -> Headers:
-    """Return a client's headers for an engine.
-
-    engine_key: replaces the client's keys; empty: those pass
-    """
+    """engine_key: replaces the client's keys; empty: those pass"""
     kept = _kept(headers, _OF_REQUESTS | _KEYS if engine_key else _OF_REQUESTS)
     if engine_key:
         kept.append(("Authorization", f"Bearer {engine_key}"))
@@ -52,7 +48,6 @@ def request_headers(
 
 
 def prefill_headers(headers: Headers) -> Headers:
-    """Return an engine's headers for a prefill, whose answer the proxy reads itself."""
     dropped = ("accept", "accept-encoding")
     return [
         *((name, value) for name, value in headers if name.lower() not in dropped),
@@ -62,12 +57,10 @@ def prefill_headers(headers: Headers) -> Headers:
 
 
 def answer_headers(headers: Iterable[tuple[str, str]], request_id: str) -> Headers:
-    """Return an engine's headers for the client."""
     return [*_kept(headers, _OF_ANSWERS), (REQUEST_ID, request_id)]
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """Return the client's name of the request, or a new one."""
     given = headers.get(REQUEST_ID, "")
     if 0 < len(given) <= _MOST_REQUEST_ID and given.isascii() and given.isprintable():
         return given
@@ -75,7 +68,7 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def client_key(headers: Mapping[str, str]) -> str:
-    """Return the API key: OpenAI's `Authorization: Bearer`, or Anthropic's `x-api-key`."""
+    """OpenAI's `Authorization: Bearer`, or Anthropic's `x-api-key`."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -83,7 +76,7 @@ def client_key(headers: Mapping[str, str]) -> str:
 
 
 def _kept(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> Headers:
-    """`Connection` names more headers that are for one connection only."""
+    """`Connection` names more hop-by-hop headers."""
     pairs = list(headers)
     named = {
         name.strip().lower()
@@ -96,5 +89,4 @@ def _kept(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> Header
 
 
 def _is_text(value: str) -> bool:
-    """Whether a value was UTF-8; aiohttp cannot send others."""
     return not any("\ud800" <= character <= "\udfff" for character in value)

@@ -1,9 +1,6 @@
 """Probe the engines, and note which ones can be used.
 
-    prober = HealthProber(engines, probe, config, on_change)
-    prober.start(); ...; await prober.close()
-
-An engine that fails is probed less and less often. The same event loop as the requests.
+An engine that fails is probed ever less often. The requests' event loop.
 """
 
 import asyncio
@@ -27,7 +24,7 @@ class HealthProber:
         config: ProxyConfig,
         on_change: Callable[[], None],
     ) -> None:
-        """probe: raises EngineFault; on_change: called when an engine becomes usable or unusable"""
+        """probe: raises EngineFault; on_change: called with each change"""
         self._engines = tuple(engines)
         self._probe = probe
         self._config = config
@@ -45,7 +42,6 @@ class HealthProber:
             await asyncio.wait(self._tasks)
 
     def note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
-        """Note a fault of a request. An engine that refuses connections is not used from now on."""
         if fault.reason == "refused" and engine.is_up:
             self._mark_down(engine, fault)
         if fault.reason in ("refused", "disconnected") or not fault.is_sent:
@@ -57,12 +53,12 @@ class HealthProber:
             event.clear()
             try:
                 await self._probe_once(engine)
-            except Exception:  # a bug in one probe does not end the others
+            except Exception:
                 log.exception("probing %s engine %s", engine.role, engine.name)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s(engine)):
                     await event.wait()
-            if not engine.is_up:  # requests do not ask for a probe more often than this
+            if not engine.is_up:
                 await asyncio.sleep(self._config.probe_interval_s / 4)
 
     async def _probe_once(self, engine: ProxiedEngine) -> None:
@@ -92,7 +88,7 @@ class HealthProber:
         self._on_change()
 
     def _is_replaceable(self, engine: ProxiedEngine) -> bool:
-        """Whether requests need not wait for an engine that does not answer."""
+        """Whether requests need not wait for this engine."""
         others = (other for other in self._engines if other.role == "decode")
         return engine.role == "prefill" or any(other.is_usable for other in others)
 
@@ -102,4 +98,4 @@ class HealthProber:
             return interval_s
         most_s = max(interval_s, self._config.probe_max_interval_s)
         pause_s = min(most_s, interval_s * 2.0 ** min(engine.num_failures - 1, 30))
-        return pause_s * random.uniform(0.75, 1.0)  # several proxies do not probe at once
+        return pause_s * random.uniform(0.75, 1.0)

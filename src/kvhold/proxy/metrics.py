@@ -1,5 +1,3 @@
-"""The counters of a proxy, for Prometheus."""
-
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,8 +11,6 @@ _PREFIX = "kvhold_proxy_"
 
 
 class ProxyMetrics:
-    """One registry for each proxy."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter(
@@ -60,7 +56,6 @@ class ProxyMetrics:
         )
 
     def watch(self, engines: Sequence[ProxiedEngine], admission: Admission) -> None:
-        """Export the current state of engines and queue."""
         self.registry.register(_State(engines, admission))
 
     def render(self) -> bytes:
@@ -75,8 +70,6 @@ class ProxyMetrics:
 
 
 class _State:
-    """A collector of prometheus_client."""
-
     def __init__(self, engines: Sequence[ProxiedEngine], admission: Admission) -> None:
         self._engines = engines
         self._admission = admission

@@ -1,10 +1,6 @@
 """Read a request for tokens, and make the part of the prefill engine.
 
-    fields, body = read_fields(body)
-    inference = read_inference("/v1/completions", fields)
-    inference.most_tokens; inference.prefill_body({})
-
-The values of a body are taken over byte by byte. Only the named fields are read. No I/O.
+Only the named fields are read; the others pass byte by byte. No I/O.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,8 +21,7 @@ KINDS = {
 }
 """The paths whose requests have a prefill part, and their names in metrics."""
 
-# A prefill engine makes one token, and sends one JSON object. Fields that may be part of the
-# prompt, such as `tools`, stay.
+# A prefill engine makes one token and one JSON object. Fields of the prompt, such as `tools`, stay.
 _NOT_FOR_PREFILL = (
     "stream",
     "stream_options",
@@ -40,9 +35,9 @@ _NOT_FOR_PREFILL = (
     "echo",
     "return_token_ids",
 )
-# With these fields an engine computes the whole prompt, cached or not.
+# These need the whole prompt computed.
 _NEED_THE_PROMPT = ("prompt_logprobs", "prompt_embeds")
-# Fields of `kv_transfer_params` that a client may set; others name hosts or blocks.
+# Allowed from clients in `kv_transfer_params`; others name hosts or blocks.
 _FROM_CLIENTS = ("kvhold", "max_load_tokens", "max_offload_tokens", "kv_load_tiers")
 _TEXT_PARTS = ("text", "input_text", "tool_use", "tool_result", "refusal")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
@@ -59,9 +54,7 @@ class NotAnInference(KVHoldError):
 
 @dataclass(frozen=True)
 class Inference:
-    """A request for tokens.
-
-    most_tokens:   upper bound of the prompt's length, without a chat's template; None: unknown
+    """most_tokens:   upper bound of the prompt's length, without a chat's template; None: unknown
     likely_tokens: for the load of engines
     is_single:     one prompt and one answer
     has_prefill:   whether a prefill engine could help
@@ -75,11 +68,9 @@ class Inference:
     has_prefill: bool
 
     def with_params(self, params: Mapping[str, Any]) -> bytes:
-        """Return the body with these `kv_transfer_params` added."""
         return _with_params(self.fields, params)
 
     def prefill_body(self, params: Mapping[str, Any]) -> bytes:
-        """Return the prefill engine's body: the same prompt, and one token."""
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
         fields["max_tokens"] = msgspec.Raw(b"1")
         if "max_completion_tokens" in self.fields:
@@ -88,10 +79,10 @@ class Inference:
 
 
 def read_fields(body: bytes) -> tuple[Fields, bytes]:
-    """Return the fields of a JSON object, and the body with safe `kv_transfer_params`.
+    """Return a JSON object's fields, and the body with safe `kv_transfer_params`.
 
-    Raises NotAnInference. Engines read UTF-16 and NaN, too; such bodies are refused, because fields
-    of theirs would pass unseen.
+    Raises NotAnInference. UTF-16 and NaN, which engines accept, are refused: their fields would
+    pass unseen.
     """
     with _reading():
         fields = _fields.decode(body)
@@ -120,7 +111,6 @@ def read_inference(path: str, fields: Fields) -> Inference:
 
 
 def session_of(fields: Fields) -> str | None:
-    """Return the session that a body names. Raises NotAnInference."""
     with _reading():
         values = [msgspec.json.decode(fields[name]) for name in _SESSION_FIELDS if name in fields]
         metadata = msgspec.json.decode(fields.get("metadata", b"null"))
@@ -132,7 +122,6 @@ def session_of(fields: Fields) -> str | None:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raises NotAnInference for what msgspec cannot decode."""
     try:
         yield
     except (msgspec.ValidationError, *UNDECODABLE) as error:
@@ -174,7 +163,7 @@ def _size_of_prompt(raw: msgspec.Raw | None) -> tuple[int | None, int, int]:
 
 
 def _has_media(messages: Any) -> bool:
-    """Whether a message has a part that is not text; its size is unknown."""
+    """Whether a message has a part of unknown size."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():

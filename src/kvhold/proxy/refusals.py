@@ -1,7 +1,4 @@
-"""Answers of the proxy itself to requests that it refuses, in the form of the API that was called.
-
-raise ProxyRefusal(404, "no_path", "there is no such path")
-"""
+"""The proxy's own refusals, in the form of the called API."""
 
 import msgspec
 
@@ -24,7 +21,7 @@ _TYPES = {
 
 class ProxyRefusal(KVHoldError):
     """reason:        a label in metrics
-    retry_after_s: for the client; None: trying again does not help
+    retry_after_s: None: trying again does not help
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class ProxyRefusal(KVHoldError):
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """Return the JSON of an error, as OpenAI's or, below /v1/messages, as Anthropic's."""
+    """The form is OpenAI's or, below /v1/messages, Anthropic's."""
     kind = _TYPES.get(status, "api_error")
     if path.startswith("/v1/messages"):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
@@ -50,6 +47,6 @@ def error_body(path: str, status: int, message: str) -> bytes:
 
 
 def error_event(path: str, message: str) -> bytes:
-    """Return the event that ends a stream whose engine has failed."""
+    """It ends a stream whose engine has failed."""
     prefix = b"event: error\n" if path.startswith("/v1/messages") else b""
     return prefix + b"data: " + error_body(path, 502, message) + b"\n\n"

@@ -1,10 +1,7 @@
 """The proxy's process: `kvhold proxy`.
 
-    server = ProxyServer(config)
-    await server.serve(on_ready=...)   # until SIGTERM or SIGINT
-
-SIGTERM lets running requests end and refuses new ones. A second signal ends the process at once.
-One event loop.
+SIGTERM lets running requests end and refuses new ones; a second signal ends the process. One event
+loop.
 """
 
 import asyncio
@@ -45,7 +42,7 @@ class _EngineCommand(msgspec.Struct):
 
 
 class _QuietHttp(logging.Filter):
-    """aiohttp's errors quote malformed requests, which may hold keys, and strangers cause them."""
+    """aiohttp's errors quote requests, which may hold keys."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.exc_info = None
@@ -115,7 +112,7 @@ class ProxyServer:
             await calls.close()
 
     def stop(self) -> None:
-        """Let running requests end, then return from `serve`; the second time, return at once."""
+        """Let running requests end; the second time, do not."""
         if self._stopping.is_set():
             self._ending.set()
         self._stopping.set()
@@ -161,7 +158,7 @@ class ProxyServer:
             max_field_size=self._config.max_header_bytes,
             keepalive_timeout=_IDLE_CONNECTION_S,
             lingering_time=_LINGER_S,
-            shutdown_timeout=0.1,  # `_drain` has waited
+            shutdown_timeout=0.1,
         )
 
     async def _listen(self, runner: web.AppRunner) -> None:
@@ -175,8 +172,6 @@ class ProxyServer:
                 f"proxy.listen: cannot listen on {self._config.listen}: {error.strerror or error}"
             ) from None
         self.port = runner.addresses[0][1]
-
-    # paths of the proxy's own
 
     async def _live(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "live"})

@@ -1,7 +1,7 @@
 """Codecs on one core: ratio, speed and error, compared with a memcpy of the same bytes.
 
-Medians of interleaved rounds. Trained models have a few key channels many times larger than others
-(KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024), as `synthetic` has.
+As in trained models (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024), `synthetic` has a few
+large key channels.
 """
 
 import time
@@ -21,16 +21,13 @@ from kvhold.core.layout import Group, Layout
 Bits = npt.NDArray[np.uint16]
 
 ROUNDS = 7
-# 16 MiB, more than a core's cache
 LAYERS, TOKENS, HEADS, HEAD_DIM = (16, 256, 8, 128)
 TRAINED_CHUNKS = 16
 
 
 @dataclass(frozen=True)
 class CodecRow:
-    """One codec on one kind of KV.
-
-    enc_mb_s, dec_mb_s: unencoded bytes / 1e6 a second
+    """enc_mb_s, dec_mb_s: unencoded bytes / 1e6 a second
     error:              largest |decoded - original| / largest |original|, in the worst layer
     accuracy_drop:      points lost in `kvhold bench quality`; None: not measured
     memcpy_mb_s:        the limit
@@ -64,7 +61,7 @@ HEADING = (
 
 @dataclass(frozen=True)
 class CodecSample:
-    """Consecutive chunks, bfloat16 as uint16 [chunks * layers, planes, tokens, heads, head_dim]."""
+    """bfloat16 as uint16 [chunks * layers, planes, tokens, heads, head_dim]."""
 
     bits: Bits
     chunks: int = 1
@@ -83,7 +80,7 @@ class CodecSample:
 
 
 def synthetic() -> CodecSample:
-    """Draw KV with one key channel in 32 that is 8 to 16 times as large."""
+    """One key channel in 32 is 8 to 16 times as large."""
     rng = np.random.default_rng(0)
     shape = (LAYERS, TOKENS, HEADS, HEAD_DIM)
     channels = (LAYERS, 1, HEADS, HEAD_DIM)
@@ -103,7 +100,6 @@ def synthetic() -> CodecSample:
 
 
 def normal() -> CodecSample:
-    """Draw normal numbers, unlike any KV."""
     return CodecSample(
         _bfloat16(
             np.random.default_rng(1).standard_normal(
@@ -114,7 +110,6 @@ def normal() -> CodecSample:
 
 
 def from_model(checkpoint: Path) -> CodecSample:
-    """Compute a text's KV. Needs transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -149,10 +144,6 @@ def rows(
     *,
     drops: Mapping[str, float | None] | None = None,
 ) -> Iterator[CodecRow]:
-    """drops: accuracy lost by each codec, in points
-
-    Raises ConfigError for an unusable codec, AssertionError for an error beyond the stated bound.
-    """
     codecs = [make_codec(name) for name in names]
     for data, sample in samples.items():
         runs = [_Run(codec, sample) for codec in codecs]
@@ -244,7 +235,6 @@ def _view(array: npt.NDArray[Any]) -> memoryview:
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> Bits:
-    """Round finite values to nearest even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

@@ -1,5 +1,3 @@
-"""`kvhold bench`."""
-
 import os
 import platform
 from collections.abc import Iterable, Sequence

@@ -1,9 +1,6 @@
 """The index of a disk with `policy=learned` beside the one with LRU, without files.
 
-    use               with LRU, the read of each chunk; with learned, the lookup of the prompt
-    evict and write   of a new prompt; with learned, after its lookup
-
-The limit is the time with LRU.
+LRU uses the read of each chunk; learned uses the lookup of the prompt.
 """
 
 from collections.abc import Callable
@@ -23,13 +20,11 @@ from kvhold_lab.bench.rows import Row, in_turn, time_row
 
 ROUNDS = 9
 _FILE_BYTES = 4096
-_PROMPTS = 40  # kinds of prompts
+_PROMPTS = 40
 _TURN_S = 1.0
 
 
 class Disk:
-    """A full disk of so many chunks."""
-
     def __init__(self, policy: str, num_chunks: int, prompts: list[list[bytes]]) -> None:
         self._now_s = 0.0
         learning = Learning()

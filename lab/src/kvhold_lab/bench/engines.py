@@ -1,7 +1,7 @@
-"""Real vLLM engines that are measured, each in its own process, and settings of connectors.
+"""Real vLLM engines that are measured, each in its own process.
 
-Identical vLLM processes differ on a CPU by up to a third: by addresses, and because glibc may
-return memory after each pass. `alike` prevents both.
+Identical vLLM processes differ on a CPU by up to a third, because of addresses and of glibc's
+returned memory. `alike` prevents both.
 """
 
 import ctypes
@@ -20,13 +20,12 @@ from kvhold_lab.engines.engine import Engine
 
 PEER_SPEC = Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"
 ROOM_TOKENS = 128
-# a busy node must not spoil a measurement
 PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 
 _MOMENT_S = 0.05
-_ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
+_ADDR_NO_RANDOMIZE = 0x0040000
 _ASK_PERSONALITY = 0xFFFFFFFF
-# glibc: map no single block, return no memory
+# map no single block, return no memory
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -36,9 +35,7 @@ class OutputsDiffer(KVHoldError):
 
 @dataclass(frozen=True)
 class Served:
-    """The result of a prompt, or of a burst.
-
-    seconds:       to the first token; for a burst: to the end
+    """seconds:       to the first token; of a burst: to the end
     cached_tokens: of the shortest hit
     """
 
@@ -50,9 +47,7 @@ class Served:
 
 @dataclass(frozen=True)
 class System:
-    """rules: kvhold's rules for its requests
-    checks_memory: `client.check_memory` for its requests; None: as the engine was started
-    """
+    """checks_memory: `client.check_memory`; None: as the engine was started"""
 
     engine: Engine
     pids: tuple[int, ...]
@@ -60,7 +55,6 @@ class System:
     checks_memory: bool | None = None
 
     def serve(self, prompts: list[list[int]], *, max_tokens: int) -> Served:
-        """Raises EngineFailed."""
         if self.checks_memory is not None:
             assert self.engine.check_memory(self.checks_memory), "the engine has no node"
         before_s = self.cpu_s()
@@ -80,7 +74,7 @@ class System:
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Give processes that are started in the block fixed addresses; they keep their memory."""
+    """Processes started in the block have fixed addresses and keep their memory."""
     before = {name: os.environ.get(name) for name in _KEEPS_MEMORY}
     libc = ctypes.CDLL(None)
     personality = libc.personality(ctypes.c_ulong(_ASK_PERSONALITY))
@@ -98,7 +92,7 @@ def alike() -> Iterator[None]:
 
 
 def offloading_connector(peer: Path, held_bytes: int) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` for offloading. peer: the host-memory spec."""
+    """peer: file of the host-memory spec"""
     extra = {
         "spec_name": "HostMemorySpec",
         "spec_module_path": peer.stem,
@@ -121,10 +115,7 @@ def node_pid(socket: Path) -> int:
 
 
 def flush_engines(client: NodeClient, *, patience_s: float) -> None:
-    """Wait until a node's idle engines have stored all KV. Raises TimeoutError.
-
-    Engines copy in the background without an event.
-    """
+    """Wait until idle engines have stored all KV. Raises TimeoutError."""
     until = time.monotonic() + patience_s
     before: Mapping[str, Any] | None = None
     while (left_s := until - time.monotonic()) > 0 and client.flush(deadline_s=left_s):

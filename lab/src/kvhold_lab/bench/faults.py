@@ -1,14 +1,8 @@
-"""The fault matrix: what each fault of each tier does to a node and its client.
+"""The fault matrix: the effect of each fault of each tier on a node and its client.
 
-Every byte of a chunk follows from its key. A row has these checks:
-
-  right        all loaded bytes were right
-  alive        no call raised, and the node still served
-  in_deadline  no call took longer than its deadline and 1 s
-  baseline     after a clear nothing was held
-  counted      the fault is in the counters
-
-The `faults` wrapper damages bytes. Other faults happen in the tier's place itself.
+Each row checks that loaded bytes are right, that the node goes on serving, that no call exceeds its
+deadline by more than 1 s, that a clear leaves nothing, and that the fault is counted. Every byte of
+a chunk follows from its key.
 """
 
 import os
@@ -53,8 +47,6 @@ _FAULT_COUNTERS = (
 
 @dataclass(frozen=True)
 class FaultRow:
-    """counted: None: the fault is not visible."""
-
     tier: str
     fault: str
     right: bool
@@ -69,7 +61,6 @@ class Trial:
         self._folder = tempfile.TemporaryDirectory(prefix="kvhold-trial-")
         socket = Path(self._folder.name) / "node.sock"
         command = serve_command("--socket", str(socket), "--ram-bytes", "64MiB")
-        # the URL may have a password in it
         environ = os.environ | {"KVHOLD_TIERS": with_guard(url)}
         self._log = (Path(self._folder.name) / "log").open("wb")
         self._node = subprocess.Popen(
@@ -88,7 +79,7 @@ class Trial:
             self._timed(_CALL_S, partial(store, self.client, prompt(seed)))
 
     def read(self, *seeds: int) -> int:
-        """Look up and check every byte. Returns the number of tokens."""
+        """Check every byte. Return the tokens."""
         return sum(
             self._timed(_ARRIVAL_S + _CALL_S, partial(read, self.client, prompt(seed))) or 0
             for seed in seeds
@@ -339,7 +330,6 @@ FAULTS: dict[str, Callable[[BenchPlace], FaultRow | None]] = {
 
 
 def rows(tiers: Sequence[str], faults: Sequence[str]) -> Iterator[FaultRow]:
-    """Raises NotInstalled for a tier without its server."""
     for tier in tiers:
         with open_place(tier) as place:
             for fault in faults:

@@ -1,7 +1,4 @@
-"""Framing and checking raw chunks, compared with xxh3 over the same bytes.
-
-Only checksums and headers are measured. Several chunks of 16 MiB do not fit into the caches.
-"""
+"""Framing and checking raw chunks, compared with xxh3 over the same bytes."""
 
 import os
 

@@ -1,7 +1,6 @@
 """Gather and scatter in host memory, compared with a memcpy by as many threads.
 
-The KV is that of a Llama-3-8B: random blocks of 16 tokens, chunks of 256. kvhold prefetches, so it
-may be faster than the limit, one libc memcpy in each thread.
+kvhold prefetches, so it may be faster than the limit, one libc memcpy in each thread.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ LAYOUT = Layout(
     tokens_per_chunk=256,
 )
 TOKENS_PER_BLOCK = 16
-NUM_CHUNKS = 8  # 256 MiB, larger than caches
+NUM_CHUNKS = 8
 ROUNDS = 9
 THREADS = (1, 2)
 
@@ -76,7 +75,7 @@ class GatherEngine:
 
 
 def touched(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return uint8 [nbytes], page-aligned, with all pages present."""
+    """uint8 [nbytes], page-aligned, with all pages present."""
     page = 4096
     raw = np.empty(nbytes + page, np.uint8)
     skip = -raw.ctypes.data % page
@@ -91,7 +90,6 @@ def memcpy(
     threads: int,
     helpers: ThreadPoolExecutor,
 ) -> None:
-    """Copy one piece a thread. ctypes releases the GIL."""
     copy = ctypes.CDLL(None).memcpy
     copy.argtypes, copy.restype = (
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),

@@ -4,8 +4,7 @@
     kvhold bench history --add micro.json     # append to benchmarks/history.jsonl
     kvhold bench history --name 'retrieve*'   # a line per row and machine, oldest run first
 
-Only ratios to a limit of the same run can be compared, and only between machines of one kind. So
-each machine has its own lines.
+Only ratios to a limit of the same run can be compared, and only on machines of one kind.
 """
 
 import os
@@ -28,8 +27,6 @@ _MOST_COLUMNS = 8
 
 
 class KeptRow(msgspec.Struct, frozen=True):
-    """One measured number. ratio: to its limit, if it has one"""
-
     name: str
     value: float
     unit: str = ""
@@ -41,7 +38,7 @@ class KeptRow(msgspec.Struct, frozen=True):
 
 
 class KeptRun(msgspec.Struct, frozen=True):
-    """One file of results. at: UTC, ISO 8601; commit: "" if unknown, with "+" for changed files"""
+    """at: UTC, ISO 8601; commit: "" if unknown, with "+" for changed files"""
 
     at: str
     commit: str
@@ -91,7 +88,6 @@ def command(results: tuple[Path, ...], file: Path, pattern: str, last: int) -> N
 
 
 def read(file: Path) -> list[KeptRun]:
-    """Raises ConfigError."""
     if not file.exists():
         return []
     if file.stat().st_size > _MOST_BYTES:
@@ -106,7 +102,6 @@ def read(file: Path) -> list[KeptRun]:
 
 
 def table(runs: Sequence[KeptRun], pattern: str, last: int) -> list[str]:
-    """A line per row and machine: the last values, oldest first, and the change."""
     series: dict[tuple[str, str], list[tuple[str, KeptRow]]] = {}
     for run in runs:
         for row in run.rows:

@@ -1,7 +1,6 @@
 """The index in one process: a hit, a miss, and a store, at several sizes.
 
-Limits are as many probes of a dict with the same keys, and as many inserts. A miss is one probe.
-Chunks have one byte a token and are not written, so the arena takes no memory.
+Limits are probes of a dict and inserts. Chunks are not written, so the arena takes no memory.
 """
 
 import os
@@ -28,7 +27,6 @@ PASSING = Namespace(model="bench, passing", layout=LAYOUT)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Raises CapacityError if an arena of 4 GiB is refused."""
     chunk_bytes = size_class(LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
     measured = []
     with Arena.create(

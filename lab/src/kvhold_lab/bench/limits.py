@@ -1,10 +1,4 @@
-"""Limits of tiers: the plainest programs for the same bytes. Each call moves all values once.
-
-RawFiles(folder, values, threads=4, direct=True).write()    # or .read(into)
-RawRedis(port, password, values, connections=4).set()       # or .get(into)
-RawSocket(values, receive=True).send()
-PingPong(100, 20).exchange()
-"""
+"""Limits of tiers: the plainest programs for the same bytes. Each call moves all values once."""
 
 import os
 import socket
@@ -33,8 +27,6 @@ class RawFiles:
             path.unlink()
 
     def read(self, into: Values, then: Callable[[int], None] | None = None) -> None:
-        """Read the last write. then: called with each value's number, in its thread."""
-
         def read_one(at: int) -> None:
             self._read_one(at, into[at])
             if then is not None:
@@ -140,7 +132,6 @@ while sock.recv(1):
     def __init__(
         self, values: Values, *, receive: bool, way: Callable[[int], int] = lambda port: port
     ) -> None:
-        """way: returns the port of a relay to a port"""
         self._values = values
         total = sum(value.nbytes for value in values)
         command = [sys.executable, "-c", self._PEER, str(total), "receive" if receive else "send"]
@@ -170,8 +161,6 @@ while sock.recv(1):
 
 
 class PingPong:
-    """A process behind a socket pair: it takes so many bytes and answers with so many."""
-
     _PEER = """
 import socket, sys
 sock = socket.socket(fileno=int(sys.argv[1]))

@@ -1,7 +1,7 @@
 """TTFT of a real vLLM whose hits come from Redis behind a slow link, by codec.
 
-One engine stores prompts; another, with its own node, finds them in Redis. Answers must be those of
-an engine without kvhold.
+One engine stores prompts; another, with its own node, finds them. Answers must be those of an
+engine without kvhold.
 """
 
 import math
@@ -32,9 +32,7 @@ _PATIENT_S = 120.0
 
 @dataclass(frozen=True)
 class LinkRow:
-    """One codec.
-
-    ratio:        unencoded bytes / frame bytes written
+    """ratio:        unencoded bytes / frame bytes written
     ttft_p50_s:   of hits; in the row COLD, of computed prompts
     link_s:       the link's time for a prompt's bytes
     kl:           mean KL(computed || loaded) of the first token, in nats
@@ -59,7 +57,6 @@ def rows(
     gbit_s: float,
     num_threads: int,
 ) -> Iterator[LinkRow]:
-    """Yield the row without kvhold, then one for each codec. Raises EngineFailed, NotInstalled."""
     rng = np.random.default_rng(0)
     prompts = [
         [int(token) for token in rng.integers(10, 250, num_tokens)] for _ in range(num_prompts)
@@ -176,7 +173,6 @@ def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:
         held_bytes,
         write_behind_bytes=held_bytes,
         tiers=[tier],
-        # also measure hits where computing would be faster, and every codec
         rules={"plan": False, "max_error": 1},
         client={"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
     )

@@ -1,6 +1,5 @@
-"""A prompt's lookup through a node: hash, one round trip, pin, release.
-
-The limit is hashing the same tokens and one empty round trip (`Ping`).
+"""A prompt's lookup through a node. The limit is hashing the same tokens and an empty round
+trip.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from kvhold_lab.bench.servers import running_node
 
 LENGTHS = (32_000, 128_000)
 ROUNDS = 25
-# Only names are measured.
 LAYOUT = Layout(
     groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=256
 )

@@ -1,8 +1,4 @@
-"""Store and retrieve through a real node's memory, compared with a memcpy.
-
-A store is reserve, gather and commit of a new prompt. A retrieve is lookup, claim, scatter and
-release. Layout, engine and memcpy are those of `gather.py`.
-"""
+"""Store and retrieve through a real node's memory, compared with a memcpy."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

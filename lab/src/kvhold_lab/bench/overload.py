@@ -1,8 +1,8 @@
 """One overloaded node: its longest loop turns, its index sizes, and the start of a full disk.
 
-Chunks have one byte a token and are never written. 64 engines store while one client looks up. Each
-longest turn is the median of five runs; there is only one clear. The goals assume an idle machine:
-the first row shows how long the machine itself interrupts a busy thread.
+Chunks have one byte a token and are never written. Each longest turn is the median of five runs.
+The goals assume an idle machine: the first row shows how long the machine itself interrupts a busy
+thread.
 """
 
 import json
@@ -45,8 +45,6 @@ _answers: Decoder[m.Answer | m.Welcome | m.News] = Decoder(m.Answer | m.Welcome 
 
 @dataclass(frozen=True)
 class OverloadRow:
-    """goal: the largest allowed `value`."""
-
     name: str
     value: float
     unit: str
@@ -60,12 +58,11 @@ class OverloadSizes:
     chunks: int = 1_000_000
     long_tokens: int = 1_000_000
     storing: int = 64
-    lookups: int = 100  # in each of five runs
+    lookups: int = 100
     spin_s: float = 10.0
 
 
 def rows(load: OverloadSizes) -> Iterator[OverloadRow]:
-    """A million chunks take minutes, 5 GB of memory and 4 GB of disk."""
     yield from _turn_rows("longest pause of this machine", _longest_pause_s(load.spin_s))
     with tempfile.TemporaryDirectory(prefix="kvhold-overload-") as scratch:
         folder = Path(scratch) / "kv"
@@ -77,7 +74,7 @@ def rows(load: OverloadSizes) -> Iterator[OverloadRow]:
         lines = (
             'huge_pages = "never"',
             "event_buffer = 100000",
-            "scrub_interval_s = 0",  # the chunks' checksums do not match
+            "scrub_interval_s = 0",
             f'tiers = ["disk://{folder}?max_bytes=100GiB&read_only=true"]',
         )
         settings.write_text("\n".join(lines) + "\n")
@@ -194,7 +191,7 @@ def _stores_and_lookups(
 
 
 def store_steadily(path: str, count: int) -> None:
-    """Store with all clients until standard input ends. The entry point of a process."""
+    """The entry point of a process. Ends with standard input."""
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")
@@ -209,7 +206,7 @@ def store_steadily(path: str, count: int) -> None:
 
 
 def _store_all(client: "_Client", load: OverloadSizes) -> tuple[Query, Query]:
-    """Fill memory's index. Returns a long stored prompt, and one of 32,000 tokens."""
+    """Return a long stored prompt, and one of 32,000 tokens."""
     size = WIDE.layout.tokens_per_chunk
     long = _fresh(WIDE, load.long_tokens // size)
     for shard in range(WIDE.shards):
@@ -281,10 +278,7 @@ def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
 
 
 class _TurnTimer(selectors.DefaultSelector):
-    """Times a loop's turns: from the end of one wait to the start of the next.
-
-    A loop that spins to time itself would starve the thread which lists folders.
-    """
+    """A turn is from the end of one wait to the start of the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +296,6 @@ class _TurnTimer(selectors.DefaultSelector):
         return ready
 
     def take_longest(self) -> tuple[float, float]:
-        """Return the longest turn so far, by wall clock and by its thread, and begin anew."""
         longest, self.longest = self.longest, (0.0, 0.0)
         return longest
 
@@ -378,7 +371,6 @@ def _row(name: str, value: float, unit: str, goal: float) -> OverloadRow:
 
 
 def _longest_pause_s(duration_s: float) -> tuple[float, float]:
-    """Return the longest step of a thread that does nothing else: wall and CPU time."""
     longest_s = longest_cpu_s = 0.0
     now_s, now_cpu_s = time.perf_counter(), time.thread_time()
     until_s = now_s + duration_s
@@ -433,7 +425,6 @@ class _Client:
         return values
 
     def longest_turn_s(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Return the longest loop turn during `work` and its background work: wall and CPU time."""
         self.status()
         longest: list[tuple[float, float]] = []
 

@@ -1,9 +1,5 @@
-"""Nodes that serve each other on one machine: gets, lookups, the index, and events.
-
-    for row in rows(PeersSizes()): ...
-
-All nodes are processes of their own, connected over loopback. Each limit is measured in the same
-run, in turn with its row.
+"""Nodes that serve each other on one machine: gets, lookups, the index, and events. Limits are
+measured in turn with their rows.
 """
 
 import asyncio
@@ -34,7 +30,7 @@ from kvhold_lab.bench.throttle import Throttle
 
 GET_CHUNKS = 64
 LOOKUP_TOKENS = 32_000
-INDEX_BYTES = 48.0  # a chunk
+INDEX_BYTES = 48.0
 EVENT_MS = 20.0
 _PATIENCE_S = 120.0
 _PATIENT = "&".join(f"{name}_timeout_s=60" for name in ("probe", "get", "answer"))
@@ -53,8 +49,6 @@ _SMALL = Namespace(
 
 @dataclass(frozen=True)
 class PeersRow:
-    """value and limit in `unit`. ratio: value / limit. goal: a bound of `ratio`"""
-
     name: str
     value: float
     unit: str
@@ -67,9 +61,7 @@ class PeersRow:
 class PeersSizes:
     """link_gbit_s: of a slower link, for a second get
     layers:      of a chunk, 128 KiB each
-    chunks:      of each peer in the index
     lookups:     in each round, while the node serves and while it does not
-    events_s:    a second, for `event_s` seconds
     """
 
     rounds: int = 9
@@ -95,9 +87,9 @@ def _row(name: str, value: float, unit: str, limit: float, goal: str) -> PeersRo
 
 
 def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
-    """A lookup on one node that ends when all chunks of another one are in its memory.
+    """A lookup that ends when all chunks of another node have arrived.
 
-    gbit_s: of the link between the two, and of the bare connection; 0: loopback's own
+    gbit_s: of both links; 0: loopback's own
     """
     space = _large(sizes.layers)
     nbytes = _chunk_bytes(space)
@@ -189,7 +181,6 @@ def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:
 
 
 def _event_row(sizes: PeersSizes) -> PeersRow:
-    """From before a commit on a node until a follower's probe finds the commit's last chunk."""
     num_batches = max(2, int(sizes.event_s * _BATCHES_A_SECOND))
     batch = max(1, sizes.events_s // _BATCHES_A_SECOND)
     ram_bytes = num_batches * batch * size_class(_SMALL.layout.tokens_per_chunk) + 8 * SLAB_BYTES
@@ -210,7 +201,7 @@ def _event_row(sizes: PeersSizes) -> PeersRow:
 
 
 async def _follow(node: RunningPeer, given: IO[str], num_batches: int, batch: int) -> list[float]:
-    """Return the times when the last chunk of each batch was found."""
+    """Return when the last chunk of each batch was found."""
     tier, _ = make_tier(_following(node))
     found_s = []
     try:
@@ -229,7 +220,6 @@ async def _follow(node: RunningPeer, given: IO[str], num_batches: int, batch: in
 
 
 def store_steadily(path: str, num_batches: int, batch: int) -> None:
-    """Store batches from the first line of standard input on. The entry point of a process."""
     with NodeClient(Path(path), name="kvhold bench, storing") as client:
         client.register(_SMALL)
         sys.stdin.readline()
@@ -243,7 +233,6 @@ def store_steadily(path: str, num_batches: int, batch: int) -> None:
 
 
 def _serving_row(sizes: PeersSizes) -> PeersRow:
-    """An engine's lookups in turns with and without a peer that reads without a pause."""
     space, size = _large(sizes.layers), _SMALL.layout.tokens_per_chunk
     nbytes = _chunk_bytes(space)
     p99_s: dict[bool, list[float]] = {False: [], True: []}
@@ -268,7 +257,7 @@ def _serving_row(sizes: PeersSizes) -> PeersRow:
                     given.flush()
                     phase = json.loads(said.readline())
                     read_bytes, read_s = read_bytes + phase["bytes"], read_s + phase["s"]
-                if number >= 2:  # the first turns warm up
+                if number >= 2:
                     p99_s[is_read].append(p99)
     return _row(
         f"p99 of an engine's lookup of {LOOKUP_TOKENS:,} tokens while a peer reads "
@@ -293,7 +282,7 @@ def _p99_of_lookups(client: NodeClient, prompt: Prompt, count: int) -> float:
 
 
 def read_steadily(url: str, layers: int) -> None:
-    """Read all chunks between a "g" and an "s" of standard input. The entry point of a process."""
+    """Runs between a "g" and an "s" of standard input."""
     asyncio.run(_read_steadily(url, layers))
 
 
@@ -322,7 +311,6 @@ async def _read_steadily(url: str, layers: int) -> None:
 
 @contextmanager
 def _apart(call: str) -> Iterator[tuple[IO[str], IO[str]]]:
-    """Run a function of this file in a process. Yields its standard input and output."""
     code = f"from kvhold_lab.bench import peers; peers.{call}"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -340,7 +328,6 @@ def _following(*peers: RunningPeer) -> str:
 
 
 def _large(layers: int) -> Namespace:
-    """Chunks of 64 tokens, with 2 KiB a layer and token."""
     group = Group(layers=layers, planes=2, heads=8, head_dim=64, dtype="bfloat16")
     return Namespace(model="bench, large", layout=Layout(groups=(group,), tokens_per_chunk=64))
 
@@ -356,7 +343,6 @@ def _prompt(space: Namespace, num_chunks: int, seed: int) -> Prompt:
 
 
 def _unhashed(prompt: Prompt) -> Prompt:
-    """Return the same prompt, whose hashes are computed again: a lookup's own work."""
     return prompt.namespace.prompt(prompt.tokens)
 
 
@@ -375,7 +361,7 @@ def _keys(hashes: bytes, space: Namespace = _SMALL) -> list[bytes]:
 def _store(
     client: NodeClient, space: Namespace, names: ChunkNames, data: bytes | None = None
 ) -> float:
-    """Store chunks, each with `data`, else as they are. Returns the time of the commit."""
+    """data: None: leave the memory as it is"""
     with client.reserve(space.layout, names) as reservation:
         assert len(reservation.granted) == len(names), "the node's memory is large enough"
         if data is not None:
@@ -393,7 +379,6 @@ def _find(client: NodeClient, prompt: Prompt, num_tokens: int | None = None) -> 
 
 
 def _wait_for_followers(peers: Sequence[RunningPeer], follower: NodeClient) -> None:
-    """Wait until all that the peers have is in the index: a chunk that each has stored last."""
     follower.register(_SMALL)
     for number, peer in enumerate(peers):
         last = _prompt(_SMALL, 1, 1000 + number)

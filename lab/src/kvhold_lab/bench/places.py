@@ -1,8 +1,4 @@
-"""Real places for tiers on this machine, which can be made to fail.
-
-with open_place("redis") as place:
-    place.url(); place.kill(); place.revive(); place.pause(); place.resume()
-"""
+"""Real places for tiers on this machine, which can be made to fail."""
 
 import shutil
 import tempfile
@@ -27,10 +23,10 @@ class BenchPlace(Protocol):
         pass
 
     def full_url(self) -> str | None:
-        """Return the URL of a full place, with a few MiB; None if impossible."""
+        """Return the URL of a full place of a few MiB; None: impossible."""
 
     def denied_url(self) -> str | None:
-        """Return a URL with wrong credentials or rights; None if the place has none."""
+        """Return a URL with wrong credentials or rights; None: the place has none."""
 
     def kill(self) -> None:
         pass
@@ -39,7 +35,7 @@ class BenchPlace(Protocol):
         pass
 
     def pause(self) -> bool:
-        """Hang. Returns False if impossible."""
+        """Hang. False: impossible."""
 
     def resume(self) -> None:
         pass
@@ -92,7 +88,6 @@ class ServerPlace:
         denied: Callable[[ServerProcess], str] | None = None,
         prepare: Callable[[ServerProcess], None] = lambda _: None,
     ) -> None:
-        """prepare: called after each start; full: a small server of the kind."""
         self.name = name
         self._server = server
         self._make_url = url

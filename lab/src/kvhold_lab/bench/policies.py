@@ -1,13 +1,6 @@
 """The index with `policy = "learned"`, compared with LRU, at several sizes.
 
-    hit                                a prompt that is completely in memory
-    reserve and commit                 a prompt that was looked up before
-    miss, reserve and commit           with the lookup that finds nothing
-    miss, evict, reserve and commit    the same in full memory
-
-`disk_policies` measures a disk's index likewise.
-
-The limit is the time with LRU. Chunks are not written, so both memories have one arena.
+Chunks are not written, so both memories have one arena.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +26,6 @@ MEASURED, BESIDE = "learned", "lru"
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Raises CapacityError if an arena of 4 GiB is refused."""
     measured = []
     for num_chunks in SIZES:
         nbytes = (num_chunks + index.PROMPT_CHUNKS) * size_class(
@@ -68,7 +60,6 @@ class _Memory:
         self.store(names)
 
     def replace(self, names: ChunkNames) -> None:
-        """Look up and store in full memory, even if the policy would decline the chunks."""
         assert not self.look_up(names)
         entries, parent = [], None
         for key in keys_of(names):
@@ -91,8 +82,6 @@ class _Memory:
 
 
 class _Both:
-    """One memory with each policy."""
-
     def __init__(self, arena: Arena, num_chunks: int, profiles: Profiles) -> None:
         self._memories = {policy: _Memory(arena, policy) for policy in (MEASURED, BESIDE)}
         self._num_chunks = num_chunks
@@ -136,7 +125,6 @@ class _Both:
         *,
         after: Callable[[_Memory], None] | None = None,
     ) -> Row:
-        """Time a call with each policy and the same prompts."""
         work, clear = {}, {}
         for (policy, memory), own in zip(self._memories.items(), tee(prompts), strict=True):
             work[policy] = partial(_call_next, call, memory, own)
@@ -159,6 +147,5 @@ def _call_next(
 
 
 def _fresh_prompts() -> Iterator[ChunkNames]:
-    """Make the timed prompts in advance."""
     made = [fresh(PASSING) for _ in range(1 + ROUNDS)]
     return chain(made, (fresh(PASSING) for _ in count()))

@@ -1,9 +1,6 @@
 """Profiles of rows that stay below their limit.
 
-    profiles = Profiles(folder)
-    row = profiles.of(row, lambda: of_calls(work))
-
-cProfile slows calls in Python most, so use it for counts; the rows show times.
+cProfile slows calls in Python most, so use it for counts.
 """
 
 import cProfile
@@ -29,13 +26,11 @@ Work = Callable[[], object]
 
 class Profiles:
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: None: keep no profiles"""
         self._folder = folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, row: Row, look: Callable[[], str]) -> Row:
-        """Write a profile for a row below its limit. Returns the new row."""
         if self._folder is None or row.ratio >= KEPT_UNDER:
             return row
         file = self._folder / f"{re.sub('[^a-z0-9]+', '-', row.name.lower())}.txt"
@@ -57,7 +52,7 @@ def of_calls(work: Work, *, after: Work | None = None) -> str:
 
 
 def of_both(open_work: Callable[[Sequence[str]], AbstractContextManager[Work]]) -> str:
-    """open_work: starts a server under these interpreter arguments."""
+    """open_work: starts a server under these interpreter arguments"""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         file = Path(folder) / "server"
         with open_work(("-m", "cProfile", "-o", str(file))) as work:

@@ -1,6 +1,5 @@
-"""Ratios of systems' times within cells, with intervals of confidence. No I/O.
-
-Intervals are of 95 %, by bootstrap over cells.
+"""Ratios of systems' times within cells, with intervals of 95 %, by bootstrap over cells. No
+I/O.
 """
 
 from collections.abc import Sequence
@@ -14,15 +13,13 @@ _RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One prompt or burst. Times in seconds, by system."""
-
     reuse: int
     num_tokens: int
     burst: bool
     # to the first token; of a burst: to the end
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
-    cached_tokens: dict[str, int] = field(default_factory=dict)  # of the shortest hit
+    cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,13 +31,12 @@ class Ratio:
 
     @property
     def apart(self) -> float:
-        """Return the factor between the two, 1 or more."""
         return max(self.median, 1 / self.median)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal: the ratio described by `what` is at most `most`.
+    """The ratio described by `what` is at most `most`.
 
     noise: factor between two identical engines; infinity: unknown
     """
@@ -52,7 +48,7 @@ class Goal:
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is reached; "undecided" if the widened interval contains `most`."""
+        """ "undecided" if the widened interval contains `most`."""
         low, high = self.ratio.low / self.noise, self.ratio.high * self.noise
         if low <= self.most < high:
             return "undecided"
@@ -62,7 +58,6 @@ class Goal:
 def ratio(
     cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds"
 ) -> Ratio:
-    """At least one shared cell must exist."""
     times = [getattr(cell, what) for cell in shared(cells, name, other)]
     values = np.array([time[name] / time[other] for time in times])
     resampled = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))

@@ -1,9 +1,4 @@
-"""TCP relays on loopback, as a network that fails: all in one thread.
-
-with RelayedNetwork() as network:
-    link = network.link(("127.0.0.1", 7711))
-    connect(link.port); link.cut(); link.mend(); link.forget()
-"""
+"""TCP relays on loopback, as a network that fails: all in one thread."""
 
 import asyncio
 import threading
@@ -16,8 +11,6 @@ Result = TypeVar("Result")
 
 
 class RelayedLink:
-    """The way to one address. Its calls may come from any thread."""
-
     def __init__(self, network: "RelayedNetwork", target: tuple[str, int]) -> None:
         self._network = network
         self._target = target
@@ -29,15 +22,14 @@ class RelayedLink:
         self.port = 0
 
     def cut(self) -> None:
-        """Hold all bytes in both directions, and new connections. They stay open."""
+        """Hold all bytes and new connections. They stay open."""
         self._network.run(_called(self._whole.clear))
 
     def mend(self) -> None:
-        """Go on, also with the bytes that were held."""
         self._network.run(_called(self._whole.set))
 
     def forget(self) -> None:
-        """Lose the connections of now, and tell neither side. New ones are served."""
+        """Drop present connections silently. New ones are served."""
 
         def swap() -> None:
             self._forgotten.set()
@@ -78,12 +70,12 @@ class RelayedLink:
                     if lost.done():
                         for way in ways:
                             way.cancel()
-                        await asyncio.Event().wait()  # until the network is closed
+                        await asyncio.Event().wait()
                 finally:
                     for part in (lost, *ways):
                         part.cancel()
         except asyncio.CancelledError:
-            pass  # the network is closed
+            pass
         finally:
             self._connections.discard(task)
             for one in writers:

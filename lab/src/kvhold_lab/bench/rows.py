@@ -1,8 +1,4 @@
-"""A measured number and its limit: timing, printing and writing.
-
-seconds = in_turn({"kvhold": look_up, "dict": probe}, rounds=9)
-row = time_row("lookup", seconds["kvhold"], seconds["dict"], unit="us")
-"""
+"""A measured number and its limit: timing, printing and writing."""
 
 import json
 import os
@@ -29,7 +25,6 @@ def needing(packages: str) -> Iterator[None]:
 
 
 def needing_pictures(path: Path | None) -> None:
-    """Check that a picture can be drawn after the run. Raises ConfigError."""
     if path is not None:
         with needing("'kvhold[lab]'"):
             import matplotlib  # noqa: F401
@@ -42,17 +37,13 @@ def machine_and_load() -> str:
 
 
 def write_rows(path: Path | None, rows: Sequence[Any]) -> None:
-    """Write the file of `--json`."""
     if path is not None:
         path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 @dataclass(frozen=True)
 class Row:
-    """value and limit in `unit`. ratio: the share of the limit that was reached.
-
-    profile: file of a profile, if kept
-    """
+    """ratio: the share of the limit that was reached"""
 
     name: str
     value: float
@@ -77,7 +68,7 @@ def in_turn(
     rounds: int,
     after: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Return median seconds, without the first round. after: untimed clean-up."""
+    """Median seconds, without the first round. after: untimed clean-up"""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(1 + rounds):
         turns = list(work.items())

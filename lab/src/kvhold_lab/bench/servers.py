@@ -1,9 +1,5 @@
 """kvhold's servers, each in its own process. Calls raise NodeError if one does not start.
 
-    with running_node() as client: client.ping()
-    with running_peer() as first, running_peer(f"peers://{first.address}") as second: ...
-    with running_central() as url: tier, _ = make_tier(url)
-
 `under` has arguments for the interpreter, such as a profiler.
 """
 
@@ -43,8 +39,6 @@ def running_node(
 
 @dataclass(frozen=True)
 class RunningPeer:
-    """address: where it serves peers, HOST:PORT"""
-
     client: NodeClient
     socket: Path
     address: str
@@ -52,7 +46,6 @@ class RunningPeer:
 
 @contextmanager
 def running_peer(*tiers: str, ram_bytes: int = 64 << 20) -> Iterator[RunningPeer]:
-    """Run a node that serves peers on loopback. tiers: their URLs"""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         path, settings = Path(folder) / "node.sock", Path(folder) / "kvhold.toml"
         settings.write_text(f'tiers = {json.dumps(tiers)}\n[peers]\nlisten = "127.0.0.1:0"\n')

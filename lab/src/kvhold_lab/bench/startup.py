@@ -1,6 +1,6 @@
 """kvhold's import, a node's start, and a node's memory without its arena.
 
-The limit is a bare interpreter, and for the node an interpreter that imports its libraries.
+The limit is a bare interpreter; for the node, one that imports its libraries.
 """
 
 import subprocess
@@ -83,7 +83,6 @@ def _timed(code: str) -> float:
 
 
 def _start_node() -> tuple[float, int]:
-    """Return seconds until a node with 1 GiB is ready, and its memory without the arena."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         command = serve_command("--socket", str(Path(folder) / "node.sock"), "--ram-bytes", "1GiB")
         began = time.perf_counter()

@@ -1,9 +1,5 @@
-"""A slow link on loopback: a TCP proxy with a limited rate in each direction.
-
-    with Throttle(("127.0.0.1", 6379), bytes_per_s=125e6) as link:
-        connect(link.port)
-
-All connections share the rate. It adds no latency.
+"""A slow link on loopback: a TCP proxy with a limited rate in each direction, shared by all
+connections. It adds no latency.
 """
 
 import socket
@@ -25,7 +21,6 @@ class _Bucket:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Wait as long as the link takes to send so many bytes after the earlier ones."""
         with self._lock:
             self._free_at = max(time.monotonic(), self._free_at) + nbytes / self._bytes_per_s
             self.nbytes += nbytes

@@ -37,7 +37,7 @@ Work = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True)
 class TierRow:
-    """One operation of one tier. unit: MB/s, or calls/s for a lookup."""
+    """unit: MB/s, or calls/s for a lookup"""
 
     tier: str
     op: str
@@ -65,7 +65,6 @@ class Memory:
 
 
 async def disk_rows(where: Path | None = None) -> list[TierRow]:
-    """where: the disk; None: that of temporary files."""
     folder = Path(tempfile.mkdtemp(prefix="kvhold-bench-", dir=where))
     memory = Memory()
     try:
@@ -242,7 +241,6 @@ TIERS: dict[str, Callable[[], Coroutine[None, None, list[TierRow]]]] = {
 
 
 def rows(tier: str, *, where: Path | None = None) -> list[TierRow]:
-    """Raises NotInstalled for a tier without its server."""
     return asyncio.run(disk_rows(where) if tier == "disk" else TIERS[tier]())
 
 
@@ -329,10 +327,6 @@ async def _checks_row(name: str, url: str) -> TierRow:
 async def _in_turn(
     work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0
 ) -> dict[str, float]:
-    """Return median seconds, without the first round.
-
-    before: untimed preparation. rounds: 0: ROUNDS.
-    """
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(1 + (rounds or ROUNDS)):
         turns = list(work.items())

@@ -1,6 +1,5 @@
-"""Calls of the node over its Unix socket, and of a central cache over TCP on loopback.
-
-Limits are bare sockets to a process that moves as many bytes. The lookup is a miss.
+"""Calls of the node over its Unix socket, and of a central cache over TCP, compared with bare
+sockets.
 """
 
 import asyncio

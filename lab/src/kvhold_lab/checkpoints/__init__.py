@@ -1,8 +1,6 @@
 """Small checkpoints of every class of model, with random weights of a fixed seed.
 
-    checkpoint = make_checkpoint("gemma3")
-
-Each has a few megabytes. Needs torch, transformers and safetensors.
+Needs torch, transformers and safetensors.
 """
 
 from kvhold_lab.checkpoints.make import Checkpoint, make_checkpoint

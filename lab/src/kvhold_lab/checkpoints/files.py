@@ -6,11 +6,10 @@ from typing import Any
 
 _RANK = 8
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_ADAPTER_STD = 0.5  # makes each adapter's output distinct
+_ADAPTER_STD = 0.5
 
 
 def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
-    """In peft's format, for a Llama."""
     import torch
     from safetensors.torch import save_file
 
@@ -56,7 +55,6 @@ def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
 
 
 def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any) -> None:
-    """It makes one square of each image."""
     from transformers import Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 

@@ -25,9 +25,8 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
-    """Return a checkpoint of `RECIPES` under `root`; make it if missing. Safe in several processes.
-
-    Raises ValueError for an unknown name, OSError if the folder cannot be written.
+    """Make a checkpoint of `RECIPES` if it is missing. Safe in several processes. Raises
+    ValueError, OSError.
     """
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")

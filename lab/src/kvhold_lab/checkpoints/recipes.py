@@ -16,9 +16,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class Recipe:
-    """config: settings class of transformers.
-
-    kind:   "adapters": with two LoRA adapters; "image": takes images
+    """kind:   "adapters": with two LoRA adapters; "image": takes images
     engine: necessary arguments of vLLM; `why` explains them
     """
 
@@ -124,7 +122,7 @@ RECIPES: dict[str, Recipe] = {
         "Lfm2Config",
         _of(
             layer_types=["conv", "full_attention"] * 2,
-            tie_word_embeddings=True,  # vLLM always ties them
+            tie_word_embeddings=True,
             block_auto_adjust_ff_dim=False,
             conv_dim=128,
             conv_dim_out=128,

@@ -1,7 +1,6 @@
 """Random weights whose greedy output depends on the whole context and does not repeat.
 
-With transformers' default (standard deviation 0.02), wrong KV changes no token. Here attention is
-sharp, and logits lead by far more than float32 noise.
+Attention is sharp, and logits lead by far more than float32 noise.
 """
 
 import math
@@ -14,11 +13,10 @@ _GAIN = 1.2
 _QUERY_KEY_GAIN = 1.6
 _LOGIT_STD = 3.0
 _QUERY_KEY_NORM = 1.5
-_SCALED_EMBEDDING = ("gemma",)  # these multiply embeddings by the root of their size
+_SCALED_EMBEDDING = ("gemma",)
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """Overwrite the matrices in place, equally for equal seeds."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

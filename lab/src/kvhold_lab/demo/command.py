@@ -1,5 +1,3 @@
-"""`kvhold demo`."""
-
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The demo's result as text and as a picture."""
-
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +44,6 @@ def render(result: DemoResult) -> str:
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """PNG, SVG or PDF. Raises ClickException without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

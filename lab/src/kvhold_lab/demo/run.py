@@ -1,7 +1,7 @@
 """Time prompts on a cold engine, a warm one, and a new one.
 
 Each prompt runs four times: cold; from kvhold, after a reset of the engine's prefix cache; from the
-prefix cache (the limit: nothing is copied); and from kvhold in a new process.
+prefix cache, the limit; and from kvhold in a new process.
 """
 
 import statistics
@@ -35,7 +35,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """`tokens_reused` and `bytes_loaded`: for one prompt in the new engine."""
+    """Tokens and bytes are those of one prompt in the new engine."""
 
     driver: DriverName
     model: ModelInfo
@@ -46,7 +46,7 @@ class DemoResult:
     identical: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Fields of `kvhold demo --json`. Times are medians; null: no prefix cache."""
+        """Times are medians; null: no prefix cache."""
         timings = self.timings
         return {
             "model_params": self.model.num_parameters,
@@ -68,7 +68,6 @@ class DemoResult:
 def run(
     model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str], None]
 ) -> DemoResult:
-    """Raises EngineFailed."""
     driver: DriverName = "vllm" if is_vllm_available() else "transformers"
     prompts = [make_prompt(model.path, num_tokens, seed=seed) for seed in range(repeats)]
     with tempfile.TemporaryDirectory(prefix="kvhold-demo-") as folder:

@@ -1,10 +1,4 @@
-"""An LLM engine in a child process.
-
-    with Engine(options_for(model, max_model_len=8_192)) as engine:
-        cold = engine.generate(prompt, max_tokens=16)
-
-Used from one thread; for concurrent calls see `openai_server`.
-"""
+"""An LLM engine in a child process. One thread; for concurrent calls see `openai_server`."""
 
 import os
 import sys
@@ -41,11 +35,11 @@ from kvhold_lab.engines.stepped import bound_environment, environment_for
 def is_vllm_available() -> bool:
     """Does not load vLLM."""
     spec = find_spec("vllm")
-    return spec is not None and spec.origin is not None  # a folder of that name has no origin
+    return spec is not None and spec.origin is not None
 
 
 def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> EngineOptions:
-    """Return options with KV memory for one running and one cached sequence."""
+    """KV memory for one running and one cached sequence."""
     kv_cache_bytes = others.pop("kv_cache_bytes", 2 * max_model_len * model.kv_bytes_per_token)
     return EngineOptions(
         model_path=str(model.path),
@@ -58,7 +52,7 @@ def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> Engin
 def kvhold_connector(
     socket: Path, ram_bytes: int, *, idle_exit_s: float = 600.0, **others: Any
 ) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for kvhold. idle_exit_s: how long the node waits alone"""
+    """idle_exit_s: how long the node waits alone"""
     node = {"socket": str(socket), "idle_exit_s": idle_exit_s}
     return {
         "kv_connector": "KVHoldConnector",
@@ -69,7 +63,7 @@ def kvhold_connector(
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """With fewer threads than cores vLLM would bind several engines to the same cores."""
+    """With fewer threads than cores, vLLM would bind several engines to the same cores."""
     return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
 
@@ -101,7 +95,7 @@ class Engine(Child):
         first_logprobs: bool = False,
         timeout_s: float = 600.0,
     ) -> Generated:
-        """Decode greedily. rules: settings for kvhold (vLLM only). Raises EngineFailed."""
+        """rules: settings for kvhold (vLLM only)"""
         request = Generate(
             prompt_token_ids=prompt_token_ids,
             max_tokens=max_tokens,
@@ -118,7 +112,6 @@ class Engine(Child):
         rules: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
     ) -> GeneratedMany:
-        """Decode prompts greedily, at once. Raises EngineFailed."""
         return self._request(
             GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})),
             GeneratedMany,
@@ -126,14 +119,10 @@ class Engine(Child):
         )
 
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
-        """Clear the engine's own KV, or return False. Raises EngineFailed."""
         return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
     def check_memory(self, enabled: bool, timeout_s: float = 60.0) -> int:
-        """Set `client.check_memory` for later requests; return the number of connections.
-
-        Raises EngineFailed.
-        """
+        """Set `client.check_memory` of later requests; return the number of connections."""
         return self._request(CheckMemory(enabled=enabled), MemoryChecked, timeout_s).clients
 
     def _spawn(self) -> LoggedProcess:

@@ -1,4 +1,4 @@
-"""The child's side of `kvhold_lab.engines.engine`. A refused start ends it."""
+"""The child's side of `kvhold_lab.engines.engine`."""
 
 from typing import Protocol
 
@@ -29,13 +29,13 @@ class EngineDriver(Protocol):
         """Warm up, and describe the engine."""
 
     def generate(self, request: Generate) -> Generated:
-        """Run one prompt, and wait for the connector's saves."""
+        """Wait for the connector's saves, too."""
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:
         """Run several prompts together."""
 
     def reset_prefix_cache(self) -> bool:
-        """Return False if the engine refused."""
+        """False: the engine refused."""
 
     def close(self) -> None:
         """Shut the engine down."""
@@ -44,7 +44,7 @@ class EngineDriver(Protocol):
 def main() -> int:
     child = _Child()
     serve(Operation, child.do, is_last=lambda _: child.driver is None)
-    if child.driver is not None:  # the parent has left
+    if child.driver is not None:
         child.driver.close()
     return 0 if child.was_started else 1
 

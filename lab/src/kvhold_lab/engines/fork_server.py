@@ -1,11 +1,9 @@
-"""A process that has imported vLLM, and forks engines.
+"""A process that has imported vLLM, which takes ten seconds, and forks engines.
 
     python -m kvhold_lab.engines.fork_server DESCRIPTOR
 
-vLLM takes a core ten seconds to import; then an engine of a small model starts in three. The
-descriptor is a socket of packets: `kvhold_lab.engines.preloaded` sends a `Fork` and the child's
-descriptors, and receives the child's process ID. The end of the socket ends the server; children
-live on.
+On this socket of packets, `preloaded.py` sends a `Fork` and the child's descriptors, and receives
+the child's process ID. The end of the socket ends the server; children live on.
 """
 
 import contextlib
@@ -23,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-# the imports of an engine's start
 _MODULES = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.engine.core",
@@ -40,8 +37,6 @@ READY = b"ready"
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """A program's start. Sent with stdin, stdout, stderr, and a pipe for the exit code."""
-
     module: str
     environment: dict[str, str]
     folder: str
@@ -50,14 +45,14 @@ class Fork(msgspec.Struct, frozen=True):
 
 def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's would start threads
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for module in _MODULES:
         importlib.import_module(module)
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         print("what was imported has started threads, and those do not survive a fork")
         return 1
     gc.collect()
-    gc.freeze()  # collecting garbage in a child then looks at the child's objects only
+    gc.freeze()
     control.sendall(READY)
     _Server(control).run()
     return 0
@@ -66,7 +61,7 @@ def main() -> int:
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._ends: dict[int, int] = {}  # by process: where its exit code goes
+        self._ends: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = socket.socketpair()
         for end in (self._woken, self._wakes):
@@ -86,7 +81,6 @@ class _Server:
                 return
 
     def _answer(self) -> bool:
-        """Return False at the end of the socket."""
         request, descriptors, _, _ = socket.recv_fds(self._control, MOST_REQUEST_BYTES, 4)
         if not request:
             return False
@@ -97,7 +91,7 @@ class _Server:
             self._forget()
             os.close(end)
             os._exit(_run(fork, streams))
-        os.setpgid(child, child)  # before the client can kill the group
+        os.setpgid(child, child)
         self._ends[child] = end
         for descriptor in streams:
             os.close(descriptor)
@@ -109,12 +103,11 @@ class _Server:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 end = self._ends.pop(child)
-                with contextlib.suppress(BrokenPipeError):  # the client has left
+                with contextlib.suppress(BrokenPipeError):
                     os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(end)
 
     def _forget(self) -> None:
-        """Release the server's own descriptors and signal handlers, in a child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._selector, self._control, self._woken, self._wakes):
@@ -124,7 +117,7 @@ class _Server:
 
 
 def _run(fork: Fork, streams: list[int]) -> int:
-    """Return the exit code. Threads are waited for, as at the end of a program."""
+    """Return the exit code, after all threads."""
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -138,7 +131,6 @@ def _run(fork: Fork, streams: list[int]) -> int:
         runpy.run_module(fork.module, run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    # there is no caller, so this is the end of the program, as in the interpreter
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         code = 1

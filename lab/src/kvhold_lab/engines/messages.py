@@ -1,5 +1,3 @@
-"""Operations and replies of an engine in a child process (`protocol.py`)."""
-
 import os
 from typing import Any, Literal, TypeAlias
 
@@ -16,33 +14,33 @@ DriverName = Literal["vllm", "transformers"]
 
 
 class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
-    """The options of an engine. None: the driver chooses."""
+    """None: the driver chooses."""
 
     model_path: str
-    max_model_len: int  # prompt and output
+    max_model_len: int
     kv_cache_bytes: int
     driver: DriverName = "vllm"
     kv_transfer_config: dict[str, Any] | None = (
-        None  # as for vLLM's --kv-transfer-config; None: no connector
+        None  # for vLLM's --kv-transfer-config; None: no connector
     )
     prefix_caching: bool = True
-    max_num_batched_tokens: int | None = None  # of one step
+    max_num_batched_tokens: int | None = None
     block_size: int | None = None
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    own_binding: bool = False  # bind each thread to a core (vLLM only)
+    own_binding: bool = False
 
 
 class Generate(ChildOperation, frozen=True, kw_only=True, tag="generate"):
-    """Decode one prompt greedily, past any end-of-text token."""
+    """Greedily, past any end-of-text token."""
 
     prompt_token_ids: list[int]
     max_tokens: int
     rules: dict[str, Any] = msgspec.field(default_factory=dict)
-    first_logprobs: bool = False  # vLLM only
+    first_logprobs: bool = False
 
 
 class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many"):
-    """Decode prompts greedily at once."""
+    """Greedily, at once."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -50,33 +48,28 @@ class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many
 
 
 class CheckMemory(ChildOperation, frozen=True, kw_only=True, tag="check_memory"):
-    """Set `client.check_memory` for later requests. -> MemoryChecked"""
+    """-> MemoryChecked"""
 
     enabled: bool
 
 
 class MemoryChecked(ChildReply, frozen=True, kw_only=True, tag="memory_checked"):
-    """clients: connections to nodes that were set."""
+    """clients: connections to nodes that were set"""
 
     clients: int
 
 
 class Ready(ChildReply, frozen=True, kw_only=True, tag="ready"):
-    """The engine is warmed up."""
-
     tokens_per_block: int
     num_blocks: int
 
 
 class Generated(ChildReply, frozen=True, kw_only=True, tag="generated"):
-    """Times are taken in the engine's process, without transport."""
-
-    # to the end of the step that made the first token
+    # to the end of the step with the first token
     ttft_s: float
     total_s: float
     token_ids: list[int]
     num_cached_tokens: int
-    # for the whole vocabulary, in order
     first_logprobs: list[float] = msgspec.field(default_factory=list)
 
 

@@ -1,10 +1,5 @@
 """Models for the demo: Llamas with random weights of a fixed seed, and a tokenizer.
 
-    model = make_model("small")
-
-The text is meaningless, but times, KV bytes and equality of outputs are real. The checkpoint is
-made once in the user's cache folder.
-
 Greedy output must depend on the whole context and not repeat, so attention is sharp, and the output
 layer is not tied to the embedding. On 4,000-token prompts the best logit leads by about 0.6,
 another first token moves the last logits by 0.4, and float32 noise is 2e-5.
@@ -31,11 +26,9 @@ from kvhold_lab.once import default_root, fingerprint, make_once
 Weights = npt.NDArray[np.float32]
 
 MAX_MODEL_LEN = 32_768
-_RECIPE = 1  # increase when the weights change
+_RECIPE = 1
 _SEED = 20_260
-# standard deviation 1.6**2 of attention logits: some ten of 4,000 tokens carry most weight
 _QUERY_KEY_GAIN = 1.6
-# with 1.5 and an _MLP_GAIN of 1.2 all positions become alike
 _ATTENTION_GAIN = 1.2
 _MLP_GAIN = 1.5
 _LOGIT_STD = 3.0
@@ -48,7 +41,7 @@ class ModelGeometry:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and more
+    head_dim: int
     vocab_size: int = VOCAB_SIZE
 
     @property
@@ -60,7 +53,7 @@ class ModelGeometry:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
-        """Name, shape and standard deviation of each weight; 0 is a norm of ones."""
+        """Name, shape and standard deviation; 0: a norm of ones."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fan_in = hidden**-0.5
@@ -129,10 +122,8 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """Return a checkpoint (tiny, small or mid) under `root`; make it if missing.
-
-    Safe in several processes. Raises ValueError for an unknown size, OSError if the folder cannot
-    be written.
+    """Make a checkpoint (tiny, small or mid) if it is missing. Safe in several processes. Raises
+    ValueError, OSError.
     """
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")

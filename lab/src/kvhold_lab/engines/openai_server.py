@@ -25,7 +25,7 @@ _MODEL_NAME = "demo"
 
 @dataclass(frozen=True)
 class Completion:
-    """The client's times include HTTP, tokenising and streaming."""
+    """Times of the client include HTTP, tokenising and streaming."""
 
     ttft_s: float
     total_s: float
@@ -35,8 +35,6 @@ class Completion:
 
 
 class OpenAIServer(Child):
-    """engines: vLLM's data-parallel engines."""
-
     def __init__(
         self,
         options: EngineOptions,
@@ -65,7 +63,6 @@ class OpenAIServer(Child):
         engine: int | None = None,
         timeout_s: float = 600.0,
     ) -> Completion:
-        """Return the greedy output, streamed. Raises EngineFailed."""
         request = {
             "model": _MODEL_NAME,
             "prompt": prompt,
@@ -103,14 +100,12 @@ class OpenAIServer(Child):
         )
 
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
-        """Return each sample by name with labels."""
         with self._response("GET", "/metrics", timeout_s) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
     def metric(self, name: str) -> float:
-        """Return the sum over all labels, or 0."""
         return sum(
             value for sample, value in self.metrics().items() if sample.split("{", 1)[0] == name
         )

@@ -1,9 +1,6 @@
 """Programs that start with vLLM imported, in half of the time.
 
-    process = spawn("kvhold_lab.engines.engine", environment, stderr=log)  # None: not from here
-
-PRELOAD_VLLM=1 turns this on. Each environment that vLLM may read during its import has a server of
-its own. Beyond `_MOST_SERVERS` environments, a start is an ordinary one.
+PRELOAD_VLLM=1 turns this on. Each environment that vLLM may read during its import has a server.
 """
 
 import atexit
@@ -24,18 +21,17 @@ import msgspec
 from kvhold_lab.engines.fork_server import MOST_REQUEST_BYTES, READY, Fork
 
 VARIABLE = "PRELOAD_VLLM"
-_MOST_SERVERS = 3  # each keeps half a gigabyte
-# not read while vLLM is imported
+_MOST_SERVERS = 3
 _LATE = ("KVHOLD_", "XDG_", "PYTEST_", "COVERAGE_", "TMPDIR", "_=")
 _START_S = 120.0
 
 _Environment = frozenset[tuple[str, str]]
 _lock = threading.Lock()
-_servers: "dict[_Environment, _Server | None]" = {}  # None: it has failed
+_servers: "dict[_Environment, _Server | None]" = {}
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` is for a child: here it is another process's."""
+    """`subprocess.Popen` for another process's child."""
 
     def __init__(self, pid: int, end: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -52,7 +48,6 @@ class ForkedProcess:
         if self.returncode is None:
             if not select.select([self._end], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            # the server has died without the exit code
             self.returncode = int(os.read(self._end, 16) or -signal.SIGKILL)
             os.close(self._end)
         return self.returncode
@@ -63,10 +58,6 @@ class ForkedProcess:
 
 
 def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess | None:
-    """Run the module in a process group of its own, with pipes for stdin and stdout.
-
-    environment: the whole environment of the program
-    """
     if os.environ.get(VARIABLE) != "1":
         return None
     with _lock:
@@ -75,7 +66,7 @@ def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> For
             return None
         try:
             return server.fork(module, environment, stderr)
-        except OSError:  # from now on, starts are ordinary ones
+        except OSError:
             server.close()
             _servers[_early(environment)] = None
             return None
@@ -112,7 +103,7 @@ class _Server:
         self._is_ready = False
 
     def fork(self, module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess:
-        """Raises OSError when the server has died."""
+        """Raises OSError: the server has died."""
         if not self._is_ready:
             self._receive()
             self._is_ready = True

@@ -1,7 +1,7 @@
 """A child process with a log, and an error that quotes the log's end.
 
-A child that is silent for too long is killed. First its threads' stacks are written to the log
-(faulthandler on SIGUSR1).
+A silent child is killed, after its threads' stacks are written to the log (faulthandler on
+SIGUSR1).
 """
 
 import contextlib
@@ -26,16 +26,14 @@ _STACKS_WAIT_S = 5.0
 
 
 class EngineFailed(KVHoldError):
-    """An engine did not start, died, refused or went silent."""
+    """It did not start, died, refused or went silent."""
 
 
 class LoggedProcess:
-    """A child in its own process group, so that Ctrl-C reaches only the caller.
+    """A child in its own process group, so Ctrl-C reaches only the caller.
 
-    log_path:    by default a temporary file
-    environment: variables in addition to this process's
-    pipes:       connect stdin and stdout to the caller, instead of nothing and the log
-    preloads:    `argv` is that of a module that imports vLLM, which may be imported already
+    pipes:       connect stdin and stdout to the caller
+    preloads:    `argv` is a module that imports vLLM
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def ask(self, line: bytes, doing: str, timeout_s: float) -> bytes:
-        """Send one line and return the answer, both without line ends.
+        """Return the answer without line end.
 
         Raises EngineFailed. A late child is killed: the next call would get its answer.
         """
@@ -95,7 +93,6 @@ class LoggedProcess:
         self._process.terminate()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return False after `timeout_s`."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -103,12 +100,8 @@ class LoggedProcess:
         return True
 
     def kill(self) -> None:
-        """Kill the process group, and close pipes and log. Needed even after the process's end.
-
-        Processes in another session live on.
-        """
+        """Needed even after the process's end. Other sessions live on."""
         if self._process.returncode is None:
-            # not reaped, so the group is still this child's; a forked one may have ended
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -120,7 +113,7 @@ class LoggedProcess:
             self._log.close()
 
     def log_tail(self, nbytes: int = 0) -> str:
-        """Return the end of the log. nbytes: 0: the default; ignored after the process has ended"""
+        """nbytes: 0: the default; ignored after the process has ended"""
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
@@ -170,7 +163,7 @@ class LoggedProcess:
         return self.failure(doing, "was silent for too long and was killed")
 
     def _dump_stacks(self) -> None:
-        """Write the threads' stacks to the log. Without faulthandler the signal ends the child."""
+        """Without faulthandler the signal ends the child."""
         size = os.fstat(self._log.fileno()).st_size
         self._tail_bytes = _STACKS_TAIL_BYTES
         os.kill(self._process.pid, signal.SIGUSR1)
@@ -182,7 +175,7 @@ class LoggedProcess:
         ):
             time.sleep(0.05)
         if self.is_alive:
-            time.sleep(0.2)  # for the rest of the stacks
+            time.sleep(0.2)
 
 
 class Child(ABC):
@@ -197,7 +190,7 @@ class Child(ABC):
         return self._running().pid
 
     def start(self, timeout_s: float = 300.0) -> Self:
-        """Wait until ready. Raises EngineFailed, and leaves no process behind."""
+        """Raises EngineFailed, and leaves no process behind."""
         if self._process is not None:
             raise EngineFailed(f"{self._name} (pid {self._process.pid}) was started already")
         self._process = self._spawn()
@@ -209,7 +202,7 @@ class Child(ABC):
         return self
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Stop the process; kill it after `timeout_s`. Idempotent."""
+        """Kill it after `timeout_s`. Idempotent."""
         try:
             if self._process is not None and self._process.is_alive:
                 self._ask_to_end(self._process, timeout_s)
@@ -251,7 +244,6 @@ class Child(ABC):
         """Raises EngineFailed."""
 
     def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
-        """Ask the process to end. May raise EngineFailed."""
         process.terminate()
 
 

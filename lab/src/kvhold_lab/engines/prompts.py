@@ -22,10 +22,7 @@ _CHAT_TEMPLATE = (
 
 @cache
 def corpus() -> str:
-    """Return the standard library's modules, about 4.7 million characters.
-
-    Raises FileNotFoundError when Python has no sources installed.
-    """
+    """About 4.7 million characters. Raises FileNotFoundError: no sources of Python."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [
         path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))
@@ -43,7 +40,6 @@ def corpus_digest() -> str:
 
 
 def train_tokenizer() -> "Tokenizer":
-    """Byte-level BPE with `VOCAB_SIZE` tokens, equal for equal corpora."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -77,11 +73,6 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, *, max_model_len: int) 
 def make_prompt(
     model_path: Path, num_tokens: int, *, seed: int = 0, num_shared_tokens: int = 0
 ) -> list[int]:
-    """Return token ids of the corpus, equal in every process.
-
-    All seeds share the first `num_shared_tokens`; the next few tokens differ. Raises ValueError if
-    more are shared than wanted.
-    """
     if not 0 <= num_shared_tokens <= num_tokens:
         raise ValueError(f"{num_shared_tokens} shared tokens do not fit a prompt of {num_tokens}")
     tokenizer = _load_tokenizer(model_path / "tokenizer.json")
@@ -90,13 +81,12 @@ def make_prompt(
 
 
 def _excerpt(tokenizer: "Tokenizer", num_tokens: int, name: str) -> list[int]:
-    """Return tokens from a place chosen by `name`, after a unique line."""
     text = corpus()
     place = random.Random(name).randrange(len(text))
     token_ids: list[int] = tokenizer.encode(f"# {hashlib.sha256(name.encode()).hexdigest()}\n").ids[
         1:
     ]
-    num_characters = 5 * num_tokens + 100  # about 4 characters a token
+    num_characters = 5 * num_tokens + 100
     while len(token_ids) < num_tokens:
         piece = text[place : place + num_characters] or text[:num_characters]
         place = place + num_characters if place < len(text) else num_characters

@@ -1,10 +1,7 @@
 """The protocol of engines in child processes: one JSON object a line, one reply to each operation.
 
-    serve(Operation, driver.do)                        # the child, until its input ends
-    ready = ask(process, options, Ready, timeout_s=60) # the parent
-
-The child has one thread. Its pipes move to other descriptors, so that an engine may print anything,
-and its own children inherit no pipe.
+The child's pipes move to other descriptors, so an engine may print anything, and its own children
+inherit no pipe.
 """
 
 import faulthandler
@@ -21,7 +18,7 @@ from kvhold_lab.engines.process import EngineFailed, LoggedProcess
 
 _log = logging.getLogger(__name__)
 
-_SEARCHED_BYTES = 1 << 20  # of the log; vLLM prints many stacks after a worker's
+_SEARCHED_BYTES = 1 << 20
 _REFUSAL = "LayoutError: "
 
 
@@ -38,15 +35,15 @@ class ChildReply(
 
 
 class ResetPrefixCache(ChildOperation, frozen=True, kw_only=True, tag="reset_prefix_cache"):
-    """Clear the engine's own KV; the connector's stays. -> PrefixCacheReset"""
+    """The engine's own KV; the connector's stays. -> PrefixCacheReset"""
 
 
 class StopEngine(ChildOperation, frozen=True, kw_only=True, tag="stop"):
-    """Shut down in order, connector included. -> Stopped"""
+    """Shut down in order. -> Stopped"""
 
 
 class PrefixCacheReset(ChildReply, frozen=True, kw_only=True, tag="reset"):
-    """done: False if running requests prevented it."""
+    """done: False: running requests prevented it"""
 
     done: bool
 
@@ -56,7 +53,7 @@ class Stopped(ChildReply, frozen=True, kw_only=True, tag="stopped"):
 
 
 class Refusal(ChildReply, frozen=True, kw_only=True, tag="refused"):
-    """The answer to a failed operation. The traceback is in the child's log.
+    """The traceback is in the child's log.
 
     by_kvhold: the connector does not support this set-up
     """
@@ -67,15 +64,13 @@ class Refusal(ChildReply, frozen=True, kw_only=True, tag="refused"):
 
 
 class EngineRefused(EngineFailed):
-    """by_kvhold: as in `Refusal`."""
-
     def __init__(self, refusal: Refusal, log: str, log_tail: str) -> None:
         reason = f"{refusal.kind}: {refusal.reason}"
         told_in_log = [
             line[line.index(_REFUSAL) :] for line in log.splitlines() if _REFUSAL in line
         ]
         if not refusal.by_kvhold and told_in_log:
-            reason = told_in_log[0]  # the engine itself only says that its worker died
+            reason = told_in_log[0]
         super().__init__(reason)
         self.by_kvhold = refusal.by_kvhold or bool(told_in_log)
         self.log_tail = log_tail
@@ -87,7 +82,7 @@ Reply = TypeVar("Reply", bound=ChildReply)
 def ask(
     process: LoggedProcess, operation: ChildOperation, kind: type[Reply], *, timeout_s: float
 ) -> Reply:
-    """Raises EngineRefused, and EngineFailed for a dead or silent child or another answer."""
+    """Raises EngineRefused; EngineFailed: a dead or silent child, or another answer."""
     doing = str(operation.__struct_config__.tag)
     line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
     expected: Any = kind | Refusal
@@ -106,17 +101,13 @@ def serve(
     *,
     is_last: Callable[[ChildReply], bool] = lambda _: False,
 ) -> None:
-    """Answer until the input ends, or after a last reply.
-
-    operations: union of the operations' types
-    """
+    """Answer until the input ends, or after a last reply."""
     asked, replies = _take_pipes()
     faulthandler.register(signal.SIGUSR1)
     lines = msgspec.json.Decoder(operations)
     for line in asked:
         try:
             reply = do(lines.decode(line))
-        # the parent gets the reason, the log the traceback
         except Exception as error:  # noqa: BLE001
             _log.exception("operation failed")
             reply = _refusal(error)
@@ -127,7 +118,7 @@ def serve(
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return stdin and stdout on other descriptors; stdin is then empty, stdout is the log."""
+    """stdin is then empty, stdout is the log."""
     operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,10 +1,6 @@
 """A vLLM engine in this process, stepped by hand.
 
-    name = engine.add({"prompt_token_ids": [...]}, max_tokens=8)
-    while engine.is_busy():
-        outputs = engine.step()
-
-Only for a child started with `environment_for`: vLLM and torch read some variables during import.
+Only for a child started with `environment_for`: imports read some variables.
 """
 
 import itertools
@@ -21,25 +17,19 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
 
 
 def environment_for(num_threads: int) -> dict[str, str]:
-    """Variables for vLLM on CPUs: offline, quiet, with `num_threads`."""
     return {
         **_QUIET,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM reserves a core
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(num_threads),
     }
 
 
 def own_environment() -> dict[str, str]:
-    """Variables for vLLM as a user runs it, but offline and quiet."""
     return dict(_QUIET)
 
 
 def bound_environment(num_threads: int) -> dict[str, str]:
-    """Variables for a stepped engine whose threads are bound as a user's are.
-
-    vLLM sets them for its workers. OpenMP reads them at load.
-    """
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     return {
         **environment_for(num_threads),
@@ -64,8 +54,6 @@ def _openmp_of_torch() -> str:
 
 
 class SteppedEngine:
-    """core: vLLM's core with the scheduler; config: vLLM's final config."""
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -90,11 +78,7 @@ class SteppedEngine:
         extra: dict[str, Any] | None = None,
         logprobs: int | None = None,
     ) -> str:
-        """Decode greedily, past any end-of-text token. Returns the outputs' name.
-
-        extra:    the sampling parameters' `extra_args`
-        logprobs: number of best tokens to report
-        """
+        """Greedily, past any end-of-text token. Return the outputs' name."""
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(
@@ -112,7 +96,6 @@ class SteppedEngine:
         return name
 
     def request(self, name: str) -> Any:
-        """Return the scheduler's request, or None if it has ended and released its blocks."""
         return self.core.scheduler.requests.get(self._inner_names[name])
 
     def inner_name(self, name: str) -> str:
@@ -125,7 +108,7 @@ class SteppedEngine:
         return bool(self.engine.has_unfinished_requests())
 
     def step(self) -> list[Any]:
-        """Run one step. If nothing could be computed, wait a millisecond, as vLLM does."""
+        """If nothing could be computed, wait a millisecond, as vLLM does."""
         began = time.perf_counter()
         outputs: list[Any] = self.engine.step()
         if not outputs and time.perf_counter() - began < 0.002:

@@ -1,7 +1,4 @@
-"""The demo's engine without vLLM: Hugging Face transformers with kvhold's reuse.
-
-Blocks, batches and the engine's KV memory have no effect here.
-"""
+"""The demo's engine without vLLM: transformers with kvhold's reuse."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -87,8 +84,6 @@ class TransformersDriver:
 
 
 class _FirstToken:
-    """Note the time of the first token. It gets the prompt before."""
-
     def __init__(self) -> None:
         self.at: float | None = None
         self._prompt_seen = False

@@ -1,11 +1,7 @@
 """A small LLM engine: vLLM's scheduler and KV cache manager, kvhold's connector, and torch models.
 
-    engine = MiniEngine("llama", connector={"node": {"socket": "/run/kvhold.sock"}})
-    engine.add("a", prompt, max_tokens=8)
-    engine.run()                    # {"a": [17, 4, ...]}
-
 A request has the same tokens and KV bytes in every batch, with and without kvhold. There is no
-sampling, LoRA, media, speculation, state model or second worker. Used from one thread.
+sampling, LoRA, media, speculation, state model or second worker. One thread.
 """
 
 from kvhold_lab.mini_engine.config import SHAPES, MiniEngineOptions, ModelShape

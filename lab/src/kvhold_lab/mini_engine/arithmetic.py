@@ -1,15 +1,15 @@
 """Arithmetic whose results do not depend on the order of a sum, and so not on batch or device.
 
-All values are float64 multiples of a small power of two with few bits, so products and partial sums
-are integer multiples of one power of two below 2**53: exact. exp and sigmoid have no unique
-rounding; (1 + x / 64) ** 64 and a line with two bends replace them.
+All values are float64 multiples of a small power of two with few bits, so sums are multiples of one
+power of two below 2**53: exact. exp and sigmoid have no unique rounding; (1 + x / 64) ** 64 and a
+line with two bends replace them.
 
 Most bits: activations and KV 17, weights 15, attention weights 17.
 """
 
 import torch
 
-MAX_TOKENS = 1 << 16  # of one query
+MAX_TOKENS = 1 << 16
 MAX_WIDTH = 1 << 12  # elements in a sum
 _STEP, _BOUND = 2.0**-10, 2.0**6
 _WEIGHT_STEP, _WEIGHT_BOUND = 2.0**-12, 4.0 - 2.0**-12
@@ -23,7 +23,7 @@ def snap(x: torch.Tensor) -> torch.Tensor:
 
 
 def snap_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Round to the grid of weights, exact in float32, too."""
+    """Exact in float32, too."""
     return (
         (weight.double() / _WEIGHT_STEP)
         .round_()
@@ -48,7 +48,7 @@ def gate(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotation_table(num_positions: int, width: int, base: float, device: str) -> torch.Tensor:
-    """Return [2, positions, width / 2]: cosines and sines, from the CPU for every device."""
+    """[2, positions, width / 2]: cosines and sines, from the CPU for every device."""
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
     return ((torch.stack([angles.cos(), angles.sin()]) / _ANGLE_STEP).round_() * _ANGLE_STEP).to(
@@ -72,11 +72,10 @@ def attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of grouped heads.
-
-    queries: `[batch, queries, kv heads, heads of one, width]`
+    """queries: `[batch, queries, kv heads, heads of one, width]`
     keys, values: `[batch, tokens, kv heads, width]`
     mask:    bool `[batch, queries, tokens]`, with at least one token a query
+
     Returns `[batch, queries, kv heads, heads of one, width of values]`.
     """
     batch, num_queries, kv_heads, of_one, width = queries.shape
@@ -97,7 +96,7 @@ def attend(
 
 
 def choose(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's best token, the first of equals. logits: `[rows, tokens]`, not rounded."""
+    """The first of equals. logits: `[rows, tokens]`, not rounded."""
     return (
         logits
         - torch.arange(logits.shape[-1], dtype=torch.float64, device=logits.device) * 2.0**-40

@@ -1,8 +1,8 @@
 """The connector's calls around a pass, in the order of each of vLLM's two model runners.
 
 The first (`v1/worker/gpu_model_runner.py`) calls `handle_preemptions` before it zeroes and copies
-blocks, and ends the connector's step before it samples. The second
-(`v1/worker/gpu/model_runner.py`, used with Triton) does both in the opposite order.
+blocks, and ends the connector's step before it samples; the second
+(`v1/worker/gpu/model_runner.py`, used with Triton) does the opposite.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-Forward = Callable[[], torch.Tensor]  # returns logits
-Sample = Callable[[torch.Tensor], list[int]]  # waits for the device
+Forward = Callable[[], torch.Tensor]
+Sample = Callable[[torch.Tensor], list[int]]
 
 
 class Calls(Protocol):
@@ -33,7 +33,7 @@ class Calls(Protocol):
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
     ) -> tuple[list[int], KVConnectorOutput | None]:
-        """Compute and sample, within the connector's step."""
+        """Compute and sample within the connector's step."""
 
     def without_pass(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run the connector's step alone."""

@@ -1,7 +1,7 @@
 """A mini engine's model and configuration.
 
-vLLM's CPU platform limits a configuration to its own kernels. `vllm_config_of` undoes that for
-asynchronous scheduling and, with MLA, for chunked prefill and the prefix cache.
+`vllm_config_of` undoes limits of vLLM's CPU kernels: on asynchronous scheduling and, with MLA, on
+chunked prefill and the prefix cache.
 """
 
 import json
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvhold_lab.mini_engine.arithmetic import snap_weight
 
-_ARITHMETIC = 1  # increase when the KV changes
+_ARITHMETIC = 1
 _SEED = 20_261
 _GAIN, _QUERY_GAIN, _LOGIT_GAIN = (
     1.2,
@@ -35,7 +35,7 @@ _GAIN, _QUERY_GAIN, _LOGIT_GAIN = (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's sizes. latent: elements of MLA's latent; 0: no MLA.
+    """latent: elements of MLA's latent; 0: no MLA
 
     rope:   with a latent, additional rotated elements
     layers: a letter a layer: "f" full attention, "s" sliding window
@@ -68,9 +68,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class MiniEngineOptions:
-    """An engine's settings. num_blocks: includes vLLM's null block.
-
-    budget:        tokens of one pass
+    """budget:        tokens of one pass
     max_running:   requests in one pass
     max_tokens:    of one request with its answer
     asynchronous:  schedule a step before the previous one is computed
@@ -94,7 +92,6 @@ class MiniEngineOptions:
 
 
 def write_model(shape: ModelShape, folder: Path) -> None:
-    """The weights are the same for the same shape."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_settings(shape), indent=1))
     generator = torch.Generator().manual_seed(_SEED)
@@ -143,7 +140,7 @@ def vllm_config_of(
             kv_connector="KVHoldConnector",
             kv_connector_module_path="kvhold.integrations.vllm",
             kv_role=role,
-            # kvhold refuses vLLM's MLA on CPUs; this engine's goes on from KV exactly
+            # kvhold refuses vLLM's MLA on CPUs; this engine's is exact
             kv_connector_extra_config={"allow_unproven": True} | connector,
         )
     config = VllmConfig(
@@ -169,14 +166,12 @@ def vllm_config_of(
                 f"here, not of {options.block_tokens}"
             )
     config.cache_config.kv_cache_layout = options.kv_layout
-    # vLLM refuses the second without Triton, which is not used here
     if options.second_runner is not None:
         _override(config, use_v2_model_runner=options.second_runner)
     return config
 
 
 def kv_cache_config_of(options: MiniEngineOptions, config: VllmConfig) -> KVCacheConfig:
-    """Raises ValueError for too few blocks."""
     specs = {
         name: _spec(options, kind, config)
         for name, kind in zip(options.shape.layer_names, options.shape.layers, strict=True)
@@ -190,7 +185,7 @@ def kv_cache_config_of(options: MiniEngineOptions, config: VllmConfig) -> KVCach
 
 
 def allocate(kv_config: KVCacheConfig, config: VllmConfig, device: str) -> dict[str, torch.Tensor]:
-    """Return views of one allocation by layer: `[blocks, heads, tokens, elements]`."""
+    """Views of one allocation by layer: `[blocks, heads, tokens, elements]`."""
     (size,) = {tensor.size for tensor in kv_config.kv_cache_tensors}
     memory = torch.zeros(size, dtype=torch.int8, device=device)
     layout = config.cache_config.get_resolved_kv_cache_layout()

@@ -37,13 +37,11 @@ from kvhold_lab.mini_engine.config import (
 from kvhold_lab.mini_engine.models import Model
 from kvhold_lab.mini_engine.runner import Runner
 
-_STILL_S = 60.0  # without progress
+_STILL_S = 60.0
 
 
 @dataclass
 class Counts:
-    """loaded_tokens: from the connector; cached_tokens: from vLLM's prefix cache."""
-
     passes: int = 0
     computed_tokens: int = 0
     loaded_tokens: int = 0
@@ -63,12 +61,10 @@ class MiniEngine:
         keep_digests: bool = False,
         **options: Any,
     ) -> None:
-        """model: a key of `SHAPES`; options: of `MiniEngineOptions`, `shape` for another model.
+        """model: a key of `SHAPES`; options: of `MiniEngineOptions`, `shape` for another model
 
         connector:    as `kv_connector_extra_config`
-        folder:       of the model, made if missing; None: a temporary one
-        keep_digests: keep each request's KV digest in `kv_digests`
-        Raises ValueError for too few blocks, the connector's errors.
+        folder:       of the model; None: a temporary one
         """
         self.options = replace(MiniEngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}
@@ -107,7 +103,6 @@ class MiniEngine:
     def add(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, **request: Any
     ) -> None:
-        """request: arguments of vLLM's `Request`, such as `cache_salt`."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         self._arrived_s[request_id] = time.perf_counter()
         self.outputs[request_id] = []
@@ -126,7 +121,7 @@ class MiniEngine:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> bool:
-        """Schedule a pass; compute one if the queue is full. Returns whether it has tokens."""
+        """Schedule a pass; compute one if the queue is full. Return whether it has tokens."""
         output = self.scheduler.schedule()
         self._passes.append(output)
         computes = bool(output.total_num_scheduled_tokens)
@@ -137,10 +132,6 @@ class MiniEngine:
         return computes
 
     def run(self, *, until: Callable[[], Any] = lambda: False) -> dict[str, list[int]]:
-        """Step until all requests have released their blocks, or until `until()`.
-
-        Raises TimeoutError after a minute without progress.
-        """
         moved_s = time.monotonic()
         while self.is_busy() and not until():
             if self.step():
@@ -158,15 +149,14 @@ class MiniEngine:
         time.sleep(0.001)
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """Blocks by KV cache group. Validity: see `Runner.read_kv`."""
         return self.runner.block_ids(request_id)
 
     def block_bytes(self, layer: str, block: int) -> bytes:
-        """Return `[heads, tokens, elements]`."""
+        """`[heads, tokens, elements]`."""
         return bytes(self.caches[layer][block].contiguous().view(torch.uint8).cpu().numpy())
 
     def reset_prefix_cache(self) -> bool:
-        """Return False if blocks are in use."""
+        """False: blocks are in use."""
         return bool(self.scheduler.reset_prefix_cache())
 
     def close(self) -> None:

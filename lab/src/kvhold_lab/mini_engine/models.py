@@ -27,7 +27,7 @@ Hook = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Slots:
-    """Places in blocks: int64 tensors of equal shape."""
+    """In blocks: int64 tensors of equal shape."""
 
     blocks: torch.Tensor
     offsets: torch.Tensor
@@ -54,9 +54,7 @@ class ModelSpan:
 
 @dataclass(frozen=True)
 class ModelBatch:
-    """A pass.
-
-    tokens, positions: int64 `[tokens]`
+    """tokens, positions: int64 `[tokens]`
     slots: by group, `[tokens]`, to write
     last:  int64 `[requests]`, rows of the logits
     """
@@ -78,7 +76,7 @@ class Model:
         max_tokens: int,
         device: str,
     ) -> None:
-        """Raises ValueError for sizes at which sums are not exact."""
+        """Raises ValueError: sums would not be exact."""
         if (
             max_tokens > MAX_TOKENS
             or max(
@@ -133,9 +131,7 @@ class Model:
     def _project_heads(
         self, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries `[tokens, kv heads, heads of one, width]`, KV `[tokens, kv heads, 2 *
-        width]`.
-        """
+        """Queries `[tokens, kv heads, heads of one, width]`, KV `[tokens, kv heads, 2 * width]`."""
         shape = self._shape
         queries = rotate(
             linear(hidden, weights["query"]).unflatten(-1, (shape.heads, shape.head)),
@@ -153,7 +149,7 @@ class Model:
     def _project_latent(
         self, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries `[tokens, 1, heads, latent + rope]`, KV `[tokens, 1, latent + rope]`."""
+        """Queries `[tokens, 1, heads, latent + rope]`, KV `[tokens, 1, latent + rope]`."""
         shape = self._shape
         plain, rotated = (
             linear(hidden, weights["query"])

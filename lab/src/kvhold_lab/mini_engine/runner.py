@@ -19,14 +19,14 @@ from kvhold_lab.mini_engine.arithmetic import choose
 from kvhold_lab.mini_engine.calls import calls_of
 from kvhold_lab.mini_engine.models import Model, ModelBatch, ModelKeys, ModelSpan, Slots
 
-_QUERIES = 128  # of one span; bounds the memory of attention weights
+_QUERIES = 128
 
 Array = npt.NDArray[np.int64]
 
 
 @dataclass
 class _Running:
-    """blocks: by KV cache group; computed: tokens before the pass."""
+    """blocks: by KV cache group; computed: tokens before the pass"""
 
     tokens: list[int]
     num_prompt: int
@@ -84,7 +84,7 @@ class Runner:
             )
 
     def read_kv(self, request_id: str) -> dict[str, torch.Tensor]:
-        """Return copies of a request's KV within the window, by layer: `[tokens, heads, elements]`.
+        """A request's KV within the window, by layer: `[tokens, heads, elements]`.
 
         Valid between the request's last pass and the next one.
         """
@@ -101,7 +101,6 @@ class Runner:
         return found
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """Return the blocks by group; those outside a window may belong to another request."""
         return [list(ids) for ids in self._running[request_id].blocks]
 
     def _update(self, output: SchedulerOutput) -> None:
@@ -114,7 +113,6 @@ class Runner:
                 sources, targets = self._tensor(output.kv_cache_block_copies).T
                 cache[targets] = cache[sources]
         for new in output.scheduled_new_reqs:
-            # the former in the second runner, with the answer so far
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             self._running[new.req_id] = _Running(
                 tokens,
@@ -126,7 +124,6 @@ class Runner:
         for at, request_id in enumerate(cached.req_ids):
             running, added = self._running[request_id], cached.new_block_ids[at]
             running.computed = cached.num_computed_tokens[at]
-            # tokens of a pass with a failed load
             del running.tokens[running.num_prompt + cached.num_output_tokens[at] :]
             if request_id in cached.resumed_req_ids:
                 running.blocks = [list(ids) for ids in added]
@@ -167,7 +164,6 @@ class Runner:
             self._connector.save_kv_layer(layer, self._caches[layer], None)
 
     def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> ModelBatch:
-        """Make one span for all requests of one token, and pieces for the others."""
         ends = np.cumsum(counts)
         tokens = [
             token
@@ -216,7 +212,7 @@ class Runner:
         )
 
     def _span(self, members: Sequence[_Running], rows: Array, positions: Array) -> ModelSpan:
-        """rows: `[members, queries]`; positions: of all tokens."""
+        """rows: `[members, queries]`; positions: of all tokens"""
         return ModelSpan(
             self._tensor(rows),
             [self._keys(members, positions[rows], group) for group in range(len(self._tables))],

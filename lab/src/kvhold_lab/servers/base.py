@@ -1,8 +1,5 @@
 """A server process that ends with its `with` block, and can be killed and paused.
 
-    with RedisServer() as server:
-        server.port; server.kill(); server.start(); server.pause(); server.resume()
-
 Starting raises NotInstalled if the program is missing.
 """
 
@@ -21,19 +18,17 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-_START_S = 400.0  # moto took 187 s on two cores under heavy load
+_START_S = 400.0
 _STOP_S = 20.0
 _POLL_S = 0.02
 _LOWEST_PORT = 10_240
 
 
 class NotInstalled(Exception):
-    """The message names the missing program and its package."""
+    """It names the missing program and its package."""
 
 
 class ServerProcess:
-    """A process with its own folder, which `close` removes."""
-
     def __init__(self) -> None:
         self.port = free_port()
         self.folder = Path(tempfile.mkdtemp(prefix=f"{type(self).__name__.lower()}-"))
@@ -47,12 +42,12 @@ class ServerProcess:
         return dict(os.environ)
 
     def answers(self) -> bool:
-        """Whether the server answers. OSError also means no."""
+        """OSError also means no."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
 
     def start(self) -> Self:
-        """Start the server with the same port and folder. Returns when it answers."""
+        """Return when the server answers, with the same port and folder."""
         assert self._process is None or self._process.poll() is not None, "it runs already"
         with self.log.open("ab") as log:
             _Process(
@@ -87,11 +82,10 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill the process group. Idempotent."""
+        """The process group. Idempotent."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Send SIGTERM, then SIGKILL."""
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
@@ -102,7 +96,6 @@ class ServerProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop, and remove the folder. Idempotent."""
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -138,7 +131,7 @@ class ServerProcess:
 
 
 class _Process(subprocess.Popen[bytes]):
-    """A process that its server knows as soon as it is forked: a signal may interrupt `Popen`."""
+    """A signal may interrupt `Popen`; the server knows this process once it is forked."""
 
     def __init__(self, server: ServerProcess, command: Sequence[str], **options: Any) -> None:
         server._process = self
@@ -146,7 +139,7 @@ class _Process(subprocess.Popen[bytes]):
 
 
 def program(name: str, package: str) -> str:
-    """Raises NotInstalled, naming the package."""
+    """Raises NotInstalled."""
     found = shutil.which(name)
     if found is None:
         raise NotInstalled(f"{name} is not installed here: {package}")
@@ -154,9 +147,9 @@ def program(name: str, package: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port outside the kernel's automatic range, so that it stays free."""
+    """Outside the kernel's automatic range, so it stays free."""
     while True:
-        with _one_at_a_time:  # generators are not thread-safe
+        with _one_at_a_time:
             port_wanted = next(_ports)
         with socket.socket() as probe:
             try:
@@ -168,7 +161,6 @@ def free_port() -> int:
 
 
 def _own_ports() -> Iterator[int]:
-    """Ports below the kernel's range from a random start, or 0 (any)."""
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

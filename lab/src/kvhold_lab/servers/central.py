@@ -8,8 +8,6 @@ from kvhold_lab.servers.base import ServerProcess
 
 
 class CentralServer(ServerProcess):
-    """arguments: for `kvhold serve`; environ: additional variables"""
-
     def __init__(
         self, *arguments: str, ram_bytes: str = "64MiB", environ: Mapping[str, str] | None = None
     ) -> None:
@@ -33,7 +31,6 @@ class CentralServer(ServerProcess):
         )
 
     def environ(self) -> dict[str, str]:
-        """Return the environment without the user's settings."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
         } | self._environ

@@ -1,5 +1,3 @@
-"""Certificates for tests of TLS."""
-
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """Needs openssl. Raises NotInstalled."""
+    """Raises NotInstalled without openssl."""
     openssl = program("openssl", "apt-get install openssl")
     made = Certificates(
         *(

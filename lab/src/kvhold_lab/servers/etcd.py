@@ -1,5 +1,3 @@
-"""A real etcd of one member, with its data in a folder of its own."""
-
 import json
 import ssl
 import urllib.request
@@ -13,10 +11,7 @@ _CALL_S = 20.0
 
 
 class EtcdServer(ServerProcess):
-    """One server on loopback.
-
-    tls: TLS only, with client certificates: `certificates`
-    """
+    """tls: TLS only, with client certificates: `certificates`"""
 
     def __init__(self, *, tls: bool = False) -> None:
         super().__init__()
@@ -31,15 +26,11 @@ class EtcdServer(ServerProcess):
         return self._made
 
     def call(self, path: str, *, token: str = "", **request: Any) -> Any:
-        """Call the JSON gateway. token: of a login
-
-        Raises OSError, of which urllib's HTTPError is one.
-        """
+        """The JSON gateway. token: of a login. Raises OSError."""
         headers = {"Authorization": token} if token else {}
         return self._open(f"/v3/{path}", data=json.dumps(request).encode(), headers=headers)
 
     def add_user(self, name: str, password: str) -> None:
-        """Turn logins on, for root and for a user who may do all below /kvhold/."""
         for user, role in (("root", "root"), (name, "kvhold")):
             self.call("auth/user/add", name=user, password=password)
             self.call("auth/role/add", name=role)

@@ -1,12 +1,10 @@
-"""A real memcached on loopback."""
-
 from collections.abc import Sequence
 
 from kvhold_lab.servers.base import ServerProcess, program
 
 
 class MemcachedServer(ServerProcess):
-    """item_bytes: of the largest item; evict: a full server evicts; False: it refuses"""
+    """item_bytes: of the largest item; evict: False: a full server refuses"""
 
     def __init__(
         self, *, item_bytes: int = 1 << 20, memory_bytes: int = 128 << 20, evict: bool = True
@@ -22,7 +20,7 @@ class MemcachedServer(ServerProcess):
 
     def command(self) -> Sequence[str]:
         own = ["-p", str(self.port), "-U", "0", "-l", "127.0.0.1", "-u", "nobody", "-t", "2"]
-        # Otherwise moving memory between sizes drops items in the background.
+        # otherwise moving memory between sizes drops items
         own += ["-o", "slab_automove=0"]
         limits = [
             "-I",

@@ -1,8 +1,4 @@
-"""The master of a Mooncake Store.
-
-It listens on loopback, but its clients do not (see `kvhold.tiers.mooncake`). The clients provide
-the memory.
-"""
+"""The master of a Mooncake Store, whose clients provide the memory."""
 
 import importlib.util
 import sys
@@ -11,7 +7,7 @@ from urllib.parse import urlencode
 
 from kvhold_lab.servers.base import NotInstalled, ServerProcess, free_port
 
-LEASE_MS = 200  # time after a read without removal
+LEASE_MS = 200  # without removal, after a read
 
 
 class MooncakeMaster(ServerProcess):

@@ -1,5 +1,3 @@
-"""A real NATS server with JetStream, with its data in a folder of its own."""
-
 import socket
 from collections.abc import Sequence
 
@@ -10,10 +8,8 @@ _ANSWER_S = 1.0
 
 
 class NatsServer(ServerProcess):
-    """One server on loopback.
-
-    tls:      TLS only: `certificates`
-    user, password, token: a login that it requires; empty: none
+    """tls:      TLS only: `certificates`
+    user, password, token: the required login; empty: none
     """
 
     def __init__(
@@ -31,7 +27,6 @@ class NatsServer(ServerProcess):
         return self._made
 
     def answers(self) -> bool:
-        """Whether it greets. It does so in clear text, also with TLS."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=_ANSWER_S) as connection:
             connection.settimeout(_ANSWER_S)
             return connection.recv(5) == b"INFO "

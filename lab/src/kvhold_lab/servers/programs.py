@@ -1,6 +1,6 @@
 """Find the servers for tests and benchmarks, and install missing ones.
 
-Installs with apt, as root, unless KVHOLD_SETUP_SERVERS=0. Starts no service.
+With apt, as root, unless KVHOLD_SETUP_SERVERS=0. Starts no service.
 """
 
 import ctypes
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 
-VERBS = "libibverbs.so.1"  # needed by Mooncake's client and LMCache, even without RDMA
-PACKAGES = {  # program or library -> Debian package
+VERBS = "libibverbs.so.1"  # of Mooncake's client and LMCache, even without RDMA
+PACKAGES = {
     "redis-server": "redis-server",
     "redis-sentinel": "redis-sentinel",
     "redis-cli": "redis-tools",
@@ -38,14 +38,14 @@ def main() -> None:
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
-    """Install missing packages if allowed, and report those that are still missing with `say`."""
+    """say: reports packages that are still missing"""
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")
         packages = _packages(lacking).split()
         if failure := _install(packages):
             say(failure)
-            for package in packages if len(packages) > 1 else ():  # one may not exist here
+            for package in packages if len(packages) > 1 else ():
                 _install([package])
         lacking = missing(lacking)
     if lacking:

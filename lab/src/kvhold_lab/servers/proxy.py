@@ -1,9 +1,3 @@
-"""`kvhold proxy` on loopback.
-
-with ProxyProcess(prefill=[url], decode=[url]) as proxy:
-    proxy.url; proxy.metrics()
-"""
-
 import os
 import sys
 import urllib.request
@@ -15,7 +9,7 @@ _ANSWER_S = 30.0
 
 
 class ProxyProcess(ServerProcess):
-    """It is ready when one decode engine can be used. settings: such as KVHOLD_PROXY_PROTOCOL"""
+    """Ready when one decode engine can be used. settings: such as KVHOLD_PROXY_PROTOCOL"""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], **settings: str) -> None:
         super().__init__()
@@ -43,7 +37,6 @@ class ProxyProcess(ServerProcess):
             return True
 
     def metrics(self) -> dict[str, float]:
-        """Return each sample by its name with labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=_ANSWER_S) as answer:
             lines = answer.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))

@@ -27,9 +27,7 @@ class ReplyError(Exception):
 
 
 class RedisServer(ServerProcess):
-    """One server on loopback.
-
-    unix:     also listen on `unix_path`
+    """unix:     also listen on `unix_path`
     users:    ACL users, such as "ann on >secret ~kvhold:* +@all"
     tls:      TLS only, with client certificates: `ca_file`, `client_file`
     settings: for redis.conf
@@ -71,7 +69,6 @@ class RedisServer(ServerProcess):
         return f"redis://{credentials}127.0.0.1:{self.port}/0"
 
     def call(self, *words: str | bytes | int) -> Any:
-        """Raises ReplyError."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=_CALL_S) as plain:
             if not self._tls:
                 return self._call_over(plain, words)
@@ -121,7 +118,7 @@ class RedisServer(ServerProcess):
 
 
 class RedisCluster:
-    """Three primaries. A failure takes a minute of silence, so without one the others continue."""
+    """Three primaries. A failure is noticed after a minute."""
 
     def __init__(self) -> None:
         self._buses = [free_port() for _ in range(3)]
@@ -139,7 +136,6 @@ class RedisCluster:
         raise LookupError(f"no node of the cluster serves slot {slot}")
 
     def assign(self, slot: int, to: RedisServer) -> None:
-        """Move a slot without its keys."""
         name = to.call("CLUSTER", "MYID")
         for node in (to, *(node for node in self.nodes if node is not to)):
             node.call("CLUSTER", "SETSLOT", slot, "NODE", name)
@@ -176,7 +172,7 @@ class RedisCluster:
 class RedisSentinels:
     """A primary, a replica, and three sentinels that watch them as `service`.
 
-    Failover begins after a minute of silence, or after half a second if `be_quick` was called.
+    Failover begins after a minute of silence, or with `be_quick` after half a second.
     """
 
     service = "held"
@@ -209,7 +205,6 @@ class RedisSentinels:
             sentinel.call("SENTINEL", "SET", self.service, "down-after-milliseconds", _QUICK_MS)
 
     def wait_until_primary(self, server: RedisServer) -> None:
-        """Wait until every sentinel names `server`, and it is writable."""
         for sentinel in self.sentinels:
             if sentinel.running:
                 wait_for(partial(self._names, sentinel, server))
@@ -255,8 +250,6 @@ class RedisSentinels:
 
 
 class _Sentinel(RedisServer):
-    """One sentinel. It is told the other ones, because discovery takes seconds."""
-
     def __init__(self, service: str, primary: int, replica: int) -> None:
         super().__init__()
         self.name = secrets.token_hex(20)
@@ -296,7 +289,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """Make `ca.pem`, and `server.pem` and `client.pem` with their keys, for 127.0.0.1."""
     openssl = program("openssl", "apt-get install openssl")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
     authority = ("-CA", "ca.pem", "-CAkey", "ca.key")

@@ -1,11 +1,6 @@
-"""S3 servers: moto, which starts in a second, and a real Ceph gateway.
+"""S3 servers: moto, which starts in a second, and a real Ceph gateway: 16 s and 200 MB.
 
-    with MotoServer() as server:
-        server.create_bucket("kv")
-        tier = S3Tier.from_url(parse_url(server.url("kv/prefix")))
-
-Buckets end with the process, and need boto3. `CephGateway` starts in 16 s on idle cores, and takes
-200 MB.
+Buckets end with the process, and need boto3.
 """
 
 import importlib.util
@@ -34,8 +29,6 @@ class S3Server(Protocol):
 
 
 class MotoServer(ServerProcess):
-    """It accepts any credentials until `demand_credentials`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.access_key_id = "kvhold-test-id"
@@ -64,7 +57,7 @@ class MotoServer(ServerProcess):
         return tier_url(self, place, options)
 
     def demand_credentials(self) -> None:
-        """Refuse all keys but those of a new user. `url` then has the new keys."""
+        """`url` then has the keys of a new user."""
         iam = boto_client(self, "iam")
         iam.create_user(UserName="kvhold")
         iam.put_user_policy(UserName="kvhold", PolicyName="all", PolicyDocument=_ALL_RIGHTS)
@@ -83,8 +76,6 @@ class MotoServer(ServerProcess):
 
 
 class CephGateway(ServerProcess):
-    """Ceph's gateway with a cluster of one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.access_key_id = "kvhold-test-id"
@@ -109,7 +100,7 @@ class CephGateway(ServerProcess):
         return ["/bin/bash", "-c", script]
 
     def stop(self) -> None:
-        """Kill: the monitor and the OSD must not outlive the gateway."""
+        """The monitor and the OSD must not outlive the gateway."""
         self.kill()
 
     def create_bucket(self, name: str) -> None:
@@ -124,7 +115,6 @@ def endpoint_url(server: S3Server) -> str:
 
 
 def tier_url(server: S3Server, place: str, options: dict[str, object]) -> str:
-    """Return `s3://place?...` with endpoint, keys and `options`."""
     settings = {
         "endpoint": endpoint_url(server),
         "region": _REGION,

@@ -1,5 +1,3 @@
-"""`kvhold simulate`."""
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -59,7 +57,6 @@ def _check_combination(
 
 
 def _bytes_a_token(token_bytes: int | None, model: str, dtype: str) -> tuple[int, str]:
-    """Return the KV bytes of a token, by the model if they are not given, and the KV's dtype."""
     kv_dtype = "bfloat16"
     if token_bytes is None:
         kv = kv_of(read_settings(model), dtype=dtype)
@@ -105,7 +102,7 @@ def _policies_for(read: Trace) -> tuple[str, ...]:
 
 
 def _with_aims(policies: Sequence[str], policies_for: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each policy with its `policy_for`; empty for others than `learned`."""
+    """`policy_for` is empty for policies other than `learned`."""
     return [
         (policy, aim)
         for policy in policies

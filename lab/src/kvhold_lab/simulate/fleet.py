@@ -1,11 +1,8 @@
 """Replays a trace on a fleet of hosts that are each other's peers.
 
-    row = replay_fleet(cut, FleetSetup(hosts=32, memory_chunks=4096), token_bytes=131072)
-
-The fleet serves some copies of the trace, each with texts of its own. A request goes to one host.
-That host takes the beginning of the prompt from its memory, then from its peers, then from a shared
-tier; it computes the rest, and stores all missing chunks. All memories evict the least recently
-used chunk. Transfers take no time.
+The fleet serves copies of the trace, each with its own texts. A request's host takes the beginning
+of the prompt from its memory, then from its peers, then from a shared tier; it computes the rest,
+and stores missing chunks. Memories evict the least recently used chunk. Transfers take no time.
 """
 
 from collections import OrderedDict
@@ -24,14 +21,14 @@ Routing = Literal["random", "affinity"]
 ROUTINGS: tuple[Routing, ...] = ("random", "affinity")
 
 _MOST_LOAD = 1.25  # of the mean; a host with more requests gets none
-_SPARE_REQUESTS = 8  # which every host may have beyond that
+_SPARE_REQUESTS = 8
 
 
 @dataclass(frozen=True)
 class FleetSetup:
-    """memory_chunks: of each host; shared_chunks: of the tier that all hosts share, if any
+    """memory_chunks: of each host; shared_chunks: of the shared tier, if any
     copies:         of the trace; 0: one for each host
-    peers:          how many other hosts each host follows: those of its group
+    peers:          followed by each host: those of its group
     """
 
     hosts: int
@@ -47,8 +44,8 @@ class FleetSetup:
 class FleetRow:
     """found_here, found_at_peers, found_shared: shares of all tokens
 
-    Rates are those of one host: its own changes, those of its peers that it reads, the bytes that
-    it loads from peers. index_chunks: different chunks of a host's peers, at the end; a mean
+    Rates are one host's: its changes, those of its peers, bytes loaded from peers. index_chunks:
+    different chunks of a host's peers, at the end; a mean
     """
 
     hosts: int
@@ -71,9 +68,8 @@ class _Lru:
         self.here: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chunks: Sequence[int], num_here: int) -> tuple[Sequence[int], list[int]]:
-        """Touch the first `num_here`, store the others. Return the stored and the evicted chunks.
-
-        The first chunk counts as used last, so no prefix goes before its continuation.
+        """Return the stored and the evicted chunks. The first chunk counts as used last, so no
+        prefix goes before its continuation.
         """
         stored = chunks[num_here : self._capacity]
         for chunk in reversed(stored):
@@ -106,8 +102,6 @@ class _Router:
 
 
 class _Holders:
-    """Which hosts have a chunk."""
-
     def __init__(self) -> None:
         self._of: dict[int, set[int]] = {}
 
@@ -129,7 +123,7 @@ class _Holders:
         return len(chunks)
 
     def of_longest(self, prompt: Sequence[int]) -> set[int]:
-        """Return the hosts that have the longest prefix; none if nobody has the first chunk."""
+        """Hosts with the longest prefix; none without the first chunk."""
         best: set[int] = set()
         for chunk in prompt:
             having = self._of.get(chunk, set())
@@ -143,7 +137,7 @@ class _Holders:
 
 
 def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
-    """Raises ConfigError: the trace has no times, or no prompt fills a chunk."""
+    """Raises ConfigError: no times, or no prompt fills a chunk."""
     if cut.times_s is None:
         raise ConfigError("a fleet needs the requests' times; give each line a timestamp")
     if not cut.chunks.size:
@@ -199,13 +193,12 @@ def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
 
 
 def _group(host: int, setup: FleetSetup) -> range:
-    """Return the hosts that follow each other, this one among them."""
     first = host // (setup.peers + 1) * (setup.peers + 1)
     return range(first, min(first + setup.peers + 1, setup.hosts))
 
 
 def _prompts(cut: Cut, copies: int) -> Iterator[list[int]]:
-    """Yield the prompts of all copies in the order of time. Each copy's requests are shifted."""
+    """Yield all copies' prompts by time. Each copy's requests are shifted."""
     assert cut.times_s is not None
     spans, times_s = list(pairwise(cut.starts.tolist())), cut.times_s.tolist()
     length_s = (times_s[-1] - times_s[0]) or 1.0

@@ -1,5 +1,3 @@
-"""`kvhold bench fleet`."""
-
 from itertools import product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Generates traces of requests, to compare policies. Equal seeds give equal traces.
 
-    requests = generate("multi-turn", seed=1, minutes=60)
-
 | name | traffic |
 |---|---|
 | `multi-turn` | chats of several turns, with a pause before each turn |
@@ -18,7 +16,7 @@ The worst cases for policies that may decline chunks:
 | `turnover` | Zipf popularity; in the middle, all prompts are replaced at once |
 | `new` | prompts that are all new, so no block is used again |
 
-A prompt is a list of pieces of text. Two blocks are equal if all text up to their ends is equal.
+Two blocks are equal if all text up to their ends is equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,12 +29,12 @@ import numpy.typing as npt
 
 from kvhold_lab.simulate.requests import BLOCK_TOKENS, TimedRequest
 
-_Piece = tuple[int, int]  # a piece of text: its number, its length in tokens
+_Piece = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A request. answer: the piece that the answer adds to the conversation"""
+    """answer: the piece that it adds to the conversation"""
 
     at_s: float
     prompt: tuple[_Piece, ...]
@@ -51,7 +49,6 @@ class _Texts:
     numbers: Iterator[int] = field(default_factory=count)
 
     def piece(self, median: float, sigma: float = 0.8, most: int = 100_000) -> _Piece:
-        """Return a new piece of log-normal length."""
         return next(self.numbers), int(np.clip(self.around(median, sigma), 16, most))
 
     def around(self, median: float, sigma: float) -> float:
@@ -61,7 +58,6 @@ class _Texts:
         return [pieces[i] for i in self.chance.integers(len(pieces), size=num)]
 
     def turns(self, mean: float) -> int:
-        """Return a geometric number, 1 or more."""
         return int(self.chance.geometric(1.0 / mean))
 
 
@@ -166,7 +162,6 @@ GENERATORS: dict[str, _Traffic] = {
 
 
 def _asked(texts: _Texts, at_s: float, prompt: _Piece) -> Iterator[_Turn]:
-    """Return one request: a prompt, then a new question."""
     return iter([_Turn(at_s, (prompt, texts.piece(100)), texts.piece(200))])
 
 
@@ -183,10 +178,6 @@ def _chat(
 def _agent(
     texts: _Texts, at_s: float, prompt: tuple[_Piece, ...], helpers: list[_Piece]
 ) -> Iterator[_Turn]:
-    """Yield an agent's requests, for several tasks.
-
-    Subagents run at the same time; the agent waits for all of them.
-    """
     for task in range(texts.turns(1.5)):
         if task:
             at_s += texts.around(600.0, 0.7)
@@ -228,7 +219,6 @@ def _zipf(num: int, exponent: float) -> npt.NDArray[np.float64]:
 
 
 def _by_time(sources: Iterator[Iterator[_Turn]]) -> Iterator[_Turn]:
-    """Merge sources by time. Each source is in order; the sources are ordered by their starts."""
     waiting: list[tuple[float, int, _Turn, Iterator[_Turn]]] = []
     numbers, coming = count(), next(((turn, s) for s in sources if (turn := next(s, None))), None)
     while waiting or coming:
@@ -242,8 +232,6 @@ def _by_time(sources: Iterator[Iterator[_Turn]]) -> Iterator[_Turn]:
 
 
 class _Blocks:
-    """Gives each block an id. Blocks with equal text up to their ends get the same id."""
-
     def __init__(self) -> None:
         self._ids: dict[tuple[int, tuple[_Piece, ...]], int] = {}
 

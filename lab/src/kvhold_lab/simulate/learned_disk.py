@@ -7,14 +7,11 @@ from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.base import NEUTRAL
 
-_CHUNK_BYTES = 512  # the unit of an index
+_CHUNK_BYTES = 512
 
 
 class LearnedDisk:
-    """A disk tier of equal chunks. victims: all evicted keys, in order"""
-
     def __init__(self, policy: LearnedPolicy, capacity: int) -> None:
-        """policy: memory's policy; capacity: in chunks"""
         self.victims: list[bytes] = []
         learning = Learning()
         self._worths = learning.worths = policy.times.add_place()
@@ -27,14 +24,13 @@ class LearnedDisk:
         return len(keys)
 
     def used(self, prompt: Sequence[bytes], number: int) -> None:
-        """Record a lookup. number: the result of `Policy.looked_up`"""
         self._index.used(reversed(prompt), number, NEUTRAL, self._worths.now_s, are_whole=True)
 
     def read(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: this policy counts lookups, not reads."""
+        """This policy counts lookups, not reads."""
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Store the missing keys that the policy admits. Return their number."""
+        """Store missing keys that the policy admits. Return their number."""
         written: list[DiskEntry] = []
         missing = [key for key in keys if self._index.find(key) is None]
         for key in [key for key in missing if self._index.admits(key, _CHUNK_BYTES)]:

@@ -1,8 +1,6 @@
 """Draws hit rates over the size of memory, by policy.
 
 Usage: python -m kvhold_lab.simulate.pictures PICTURE ROWS.json [ROWS.json ...]
-
-Draws a panel for each file of `kvhold simulate --json`, named after the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +34,6 @@ _MARKERS = {"ttft": "s", "bytes": "^"}
 
 
 class DrawnRow(msgspec.Struct, frozen=True):
-    """The fields of a `SimulatedRow` that a picture needs."""
-
     policy: str
     policy_for: str
     capacity_bytes: int
@@ -48,7 +44,7 @@ class DrawnRow(msgspec.Struct, frozen=True):
 
 
 def draw(rows: "Sequence[SimulatedRow | DrawnRow]", path: Path, title: str) -> None:
-    """Draw a PNG, SVG or PDF file. Dashed lines: with a tier below memory."""
+    """PNG, SVG or PDF. Dashed lines: with a tier below memory."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 4.6), layout="constrained")
@@ -62,10 +58,9 @@ def draw(rows: "Sequence[SimulatedRow | DrawnRow]", path: Path, title: str) -> N
 
 
 def draw_panels(panels: Mapping[str, Sequence[DrawnRow]], path: Path) -> None:
-    """Draw a panel for each set of rows, by title, and one legend."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
-    num_rows = -(-(len(panels) + 1) // _COLUMNS)  # the legend has the last place
+    num_rows = -(-(len(panels) + 1) // _COLUMNS)
     figure = Figure(figsize=(9, 2.6 * num_rows), layout="constrained")
     places = figure.subplots(num_rows, _COLUMNS, squeeze=False).flatten()
     for axes, (title, rows) in zip(places, panels.items(), strict=False):
@@ -81,7 +76,6 @@ def draw_panels(panels: Mapping[str, Sequence[DrawnRow]], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[DrawnRow]:
-    """Raises ConfigError."""
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[DrawnRow])
     except (OSError, msgspec.DecodeError) as error:

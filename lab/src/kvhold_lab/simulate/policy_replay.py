@@ -1,14 +1,10 @@
 """Replays a trace on a cache of a given size, with any class that has the methods of `Policy`.
 
-    replayed = replay_class(chunks, starts, parents, make=MyPolicy, capacity=4096)
-
 For each request, the chunks in memory are touched, the next ones are promoted from a lower tier,
 and the rest is stored. Transfers take no time. All chunks have one size and one namespace.
 
-The lower tier has a policy of the same class. Below `learned`, it is a real disk index. Below
-another policy that learns from lookups, it uses `lru`, which needs no lookups.
-
-`numba_eviction` has fast models of kvhold's classes.
+The lower tier has the same policy: below `learned`, a real disk index; below another policy that
+learns from lookups, `lru`.
 """
 
 import pkgutil
@@ -34,9 +30,7 @@ _NAMESPACE = bytes(NAMESPACE_BYTES)
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replay, in chunks.
-
-    found:    [requests, 2] int32, found in memory, and promoted
+    """found:    [requests, 2] int32, in memory, and promoted
     victims:  int32, the first chunks evicted from memory
     """
 
@@ -50,7 +44,7 @@ class Replayed:
 
 
 def find_policy(name: str) -> Callable[[], Policy]:
-    """Find a policy of kvhold, such as lru, or a module:Class. Raises ConfigError."""
+    """name: such as lru, or a module:Class. Raises ConfigError"""
     if name in POLICIES:
         return POLICIES[name]
     try:
@@ -74,13 +68,10 @@ def replay_class(
     times_s: Times | None = None,
     values: Sequence[ValueRun] | None = None,
 ) -> Replayed:
-    """Serve the requests in order.
-
-    chunks:   [events] int32, the chunks of all requests, end to end
+    """chunks:   [events] int32, the chunks of all requests, end to end
     starts:   [requests + 1] int64, where requests begin in `chunks`, and the end
     parents:  [ids] int32, the preceding chunk of each; -1: none
-    make:     returns a new policy; `learned` needs `times_s`
-    times_s:  [requests], arrival times
+    times_s:  [requests], arrival times, which `learned` needs
     values:   the values of a prompt's chunks, for `learned`; None: all are equal
 
     Raises ConfigError.
@@ -145,8 +136,6 @@ def _key(number: int) -> bytes:
 
 
 class Arrivals:
-    """The clock of a replay, in seconds."""
-
     def __init__(self, times_s: Times | None) -> None:
         self.are_known = times_s is not None
         self._times_s = None if times_s is None else times_s.tolist()
@@ -161,7 +150,7 @@ class Arrivals:
 
 
 def learned_policy(arrivals: Arrivals) -> LearnedPolicy:
-    """Return a policy with the trace's clock. Raises ConfigError without one."""
+    """Raises ConfigError without the trace's clock."""
     if not arrivals.are_known:
         raise ConfigError(
             "policy learned needs the requests' times; give each line of the trace a timestamp, "
@@ -183,9 +172,7 @@ class _Lower(Protocol):
 
 
 class _Tier:
-    """A tier of `capacity` chunks.
-
-    parents: `{key: parent}`; all None in a tier that does not know them
+    """parents: `{key: parent}`; all None in a tier that does not know them
     victims: all evicted keys, in order
     """
 
@@ -206,13 +193,13 @@ class _Tier:
         return len(keys)
 
     def used(self, prompt: Sequence[bytes], number: int) -> None:
-        """Do nothing: this policy counts reads, not lookups."""
+        """This policy counts reads, not lookups."""
 
     def read(self, keys: Sequence[bytes]) -> None:
         self.policy.touch_all(keys)
 
     def reserve(self, keys: Sequence[bytes], *, if_worth: bool) -> Sequence[bytes]:
-        """Reserve room. Return the leading chunks that got it.
+        """Return the leading chunks that got memory.
 
         if_worth: the policy may decline a chunk
         """
@@ -230,7 +217,7 @@ class _Tier:
         self.policy.insert(key, 1, parent)
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Store the missing keys. Return their number.
+        """Return the number of stored keys.
 
         As in `cache/transfer/write_behind.py`, all keys are probed before the first is written. So
         a key that is evicted for an earlier key of this call is not written again.

@@ -1,16 +1,11 @@
-"""The time to compute a prompt's KV: a constant part per token, and attention, which grows.
-
-    cost = PrefillCost(tokens_per_s=25_000, attention_tokens=27_000)
-    cost.seconds(np.array([8_192]))
-
-The token at position p takes (1 + p / attention_tokens) / tokens_per_s.
+"""The time to compute a prompt's KV: the token at position p takes (1 + p / attention_tokens) /
+tokens_per_s.
 
 The defaults are computed, not measured, for Llama-3.1-8B on one H100 SXM in bfloat16:
 
-- Without attention, a token takes 2 FLOPs for each of the layers' 7.0 billion parameters: 14.0
-  GFLOP. At 350 TFLOP/s (35 % of the GPU's 989) these are 25,000 tokens/s.
-- For each earlier token, attention takes 4 * 4,096 FLOPs per layer, or 524,288 in 32 layers. It
-  reaches 14.0 GFLOP at 27,000 earlier tokens.
+- Without attention, a token takes 2 FLOPs for each of the layers' 7.0 billion parameters. At 350
+  TFLOP/s (35 % of the GPU's 989) these are 25,000 tokens/s.
+- For each earlier token, attention takes 4 * 4,096 FLOPs per layer: as much at 27,000 tokens.
 """
 
 from dataclasses import dataclass
@@ -23,16 +18,15 @@ from kvhold.core.planning import ComputeCost
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """tokens_per_s:     speed at the beginning of a prompt
+    """tokens_per_s:     at the beginning of a prompt
     attention_tokens: the position at which attention takes as long as all else; infinite: no
-                      attention
+        attention
     """
 
     tokens_per_s: float = 25_000.0
     attention_tokens: float = 27_000.0
 
     def seconds(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the seconds to compute the first `num_tokens` tokens of a prompt."""
         tokens = num_tokens.astype(np.float64)
         pairs = tokens * (tokens - 1.0) / 2.0
         seconds: npt.NDArray[np.float64] = (
@@ -41,7 +35,7 @@ class PrefillCost:
         return seconds
 
     def compute_cost(self, chunk_tokens: int = 1) -> ComputeCost:
-        """Return the cost in an engine's form. A chunk of `chunk_tokens` counts as one token."""
+        """A chunk of `chunk_tokens` counts as one token."""
         token_s = 1.0 / self.tokens_per_s
         return ComputeCost(
             "simulated",

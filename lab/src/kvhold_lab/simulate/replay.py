@@ -1,9 +1,8 @@
 """Replay a trace on a real, scaled-down cache.
 
 Each request is looked up in a `LocalCache`, and its missing chunks are committed. A chunk has one
-token and 4 KiB, which are never written. `learned` gets the trace's clock. All else is real. A tier
-below memory is a disk in a temporary folder. One thread writes to it, so that equal runs have equal
-results.
+token and 4 KiB, which are never written. `learned` gets the trace's clock. A tier below memory is a
+disk, which one thread writes, so that equal runs have equal results.
 """
 
 import os
@@ -25,7 +24,7 @@ from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.trace import Cut
 
 _CHUNK_BYTES = 4096
-_FRAME_BYTES = _CHUNK_BYTES + 4096  # with a header page
+_FRAME_BYTES = _CHUNK_BYTES + 4096
 _ARENA_BYTES = 2 << 20
 _PATIENT_S = 60.0
 
@@ -49,12 +48,11 @@ def serve(
 ) -> npt.NDArray[np.int32]:
     """Return chunks found in memory and below, by request: [requests, 2].
 
-    lower_chunks: capacity of a disk below memory, in chunks; 0: no disk
-    policy_for:   the setting for `learned`
-    cost:         the cost of the prefill, for `ttft`
+    lower_chunks: capacity of a disk below memory; 0: no disk
+    cost:         of the prefill, for `ttft`
 
-    Raises CapacityError. Raises ConfigError if `learned` lacks the requests' times, KVHoldError if
-    the disk is too slow.
+    Raises CapacityError, ConfigError: `learned` lacks the requests' times, KVHoldError: a slow
+    disk.
     """
     with tempfile.TemporaryDirectory(prefix="kvhold-simulate-") as folder:
         settings = _settings(Path(folder), policy, policy_for, ram_chunks, lower_chunks)
@@ -90,7 +88,6 @@ def _serve(
         config, policy=learned_policy(arrivals) if config.policy == "learned" else None
     ) as cache:
         cache.register(_SPACE)
-        # the cache remembers the cost; given in each lookup, it would let the planner skip loads
         if cost is not None:
             cache.lookup(_SPACE.prompt([]).query(), cost=cost.compute_cost(cut.tokens_per_chunk))
         for request in range(found.shape[0]):
@@ -111,7 +108,6 @@ def _serve(
 
 
 def _disk(folder: Path, policy: str, num_chunks: int) -> str:
-    """Return the URL of a disk tier that holds so many chunks."""
     file_bytes = _rounded(_FRAME_BYTES, os.statvfs(folder).f_frsize)
     return (
         f"disk://{folder}?max_bytes={num_chunks * file_bytes}&policy={policy}"

@@ -1,5 +1,3 @@
-"""Renders the results of simulated caches as text."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,8 +16,6 @@ HEADING = (
 
 @dataclass(frozen=True)
 class Checked:
-    """The hit rates of a simulated and a real cache. same: equal hits for every request"""
-
     policy: str
     ram_bytes: int
     disk_bytes: int
@@ -47,7 +43,6 @@ def line(row: "SimulatedRow") -> str:
 
 
 def label(policy: str, policy_for: str) -> str:
-    """Return the name of a policy or class, with `policy_for` unless that is `tokens`."""
     name = policy.rpartition(":")[2]
     return name if policy_for in ("", "tokens") else f"{name} {policy_for}"
 

@@ -4,8 +4,8 @@ The format is Mooncake's (FAST'25), one JSON object per line:
 
     {"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [0, 12, 13]}
 
-Each block of 512 tokens (by default) has an id; the last block may be short. Equal ids mean equal
-text.
+Each block of 512 tokens (by default) has an id; equal ids mean equal text. The last block may be
+short.
 """
 
 from collections.abc import Iterable, Iterator
@@ -68,7 +68,6 @@ AnyRequest = TypeVar("AnyRequest", bound=TraceRequest)
 def read_requests(
     path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS
 ) -> Iterator[AnyRequest]:
-    """Raises ConfigError with file and line."""
     try:
         with path.open("rb") as file:
             lines = iter(lambda: file.readline(MOST_LINE_BYTES), b"")

@@ -23,13 +23,11 @@ _CHUNK = Layout(
 
 @dataclass(frozen=True)
 class Setup:
-    """One simulated cache.
-
-    policy:     a name, or module:Class
-    disk_bytes: size of a disk tier below memory; 0: none
+    """policy:     a name, or module:Class
+    disk_bytes: of a disk tier below memory; 0: none
     ratio:      the disk codec's plain bytes / frame bytes
-    cost:       the cost of the prefill that hits save
-    policy_for: the setting for `learned`; empty for other policies
+    cost:       of the prefill that hits save
+    policy_for: for `learned`, else empty
     """
 
     policy: str
@@ -50,18 +48,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """The result of one simulated cache.
-
-    policy_for:       the setting for `learned`; empty for other policies
-    hit_rate:         tokens found / tokens of all prompts
-    hit_tokens:       tokens found
+    """hit_rate:         tokens found / tokens of all prompts
     hit_requests:     requests with a chunk found
-    saved_s:          seconds of prefill that hits save; the time to load them is not subtracted
-    evicted:          chunks evicted from memory; the same as `evictions`
-    written_bytes:    bytes written to the disk; the same as `disk_bytes_written`; 0 for `belady`
+    saved_s:          seconds of prefill that hits save, without the time to load
+    evicted:          from memory; the same as `evictions`
+    written_bytes:    the same as `disk_bytes_written`; 0 for `belady`
     request_hit_rate: requests with a chunk found / all requests
-    bytes_read:       bytes found, not encoded
-    disk_bytes_read, disk_bytes_written: encoded bytes
     events_per_s:     chunks replayed per second, in one thread
     """
 
@@ -97,7 +89,6 @@ def replay_policy(
     lower_capacity: int = 0,
     values: Sequence[ValueRun] | None = None,
 ) -> Replayed:
-    """Replay with the policy's compiled model, or with its class. values: for `learned`"""
     trace = cut.chunks, cut.starts, cut.parents
     if policy in MODELS:
         return replay(*trace, policy=policy, capacity=capacity, lower_capacity=lower_capacity)
@@ -112,10 +103,8 @@ def replay_policy(
 
 
 def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
-    """Return the values of a prompt's chunks for `learned`; None: all are equal.
-
-    Chunks have one size, so `tokens` and `bytes` give the same. With `ttft`, a tier below is taken
-    to be slow.
+    """Chunks have one size, so `tokens` and `bytes` give the same. For `ttft`, a tier below counts
+    as slow. None: all values are equal.
     """
     if setup.policy_for != "ttft":
         return None
@@ -126,10 +115,10 @@ def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
 
 
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
-    """Simulate one cache. num_tokens: of all prompts, with partial chunks
+    """num_tokens: of all prompts, with partial chunks
 
-    With two tiers, `belady` needs two replays: one memory of both sizes, and memory alone. The byte
-    counts come from the first one.
+    With two tiers, `belady` needs two replays: one memory of both sizes, which gives the byte
+    counts, and memory alone.
     """
     ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
     begun = time.perf_counter()
@@ -147,7 +136,6 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
 
 
 def best_hit_rate(cut: Cut, num_tokens: int) -> float:
-    """Return the hit rate of a cache that never evicts."""
     replayed = replay_policy(cut, "fifo", capacity=cut.num_ids)
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 

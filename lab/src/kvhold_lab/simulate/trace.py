@@ -1,7 +1,7 @@
-"""A trace of requests, cut into chunks: no text, only which prompts share which prefix.
+"""A trace of requests, cut into chunks: no text, only shared prefixes.
 
-A block is identified by its own id and all ids before it, so the same id after another prefix is
-another block. A trace takes 4 bytes per block of each request, and about 120 per new block.
+A block is identified by its own id and all ids before it. A trace takes 4 bytes per block of each
+request, and about 120 per new block.
 """
 
 from array import array
@@ -27,7 +27,7 @@ Times = npt.NDArray[np.float64]
 class Cut:
     """Prompts in whole chunks of one size.
 
-    chunks:  [events] int32, the chunks of all requests; equal numbers mean equal prefixes
+    chunks:  [events] int32, of all requests; equal numbers mean equal prefixes
     starts:  [requests + 1] int64, where each request begins in `chunks`, and the end
     parents: [ids] int32, the preceding chunk; -1: none
     times_s: [requests], arrival times; None: the trace has none
@@ -91,7 +91,6 @@ class Trace:
         )
 
     def _divided(self, count: int) -> Cut:
-        """Divide blocks into chunks. A short block gives only the chunks that it fills."""
         if self.parents.size * count > np.iinfo(np.int32).max:
             raise ConfigError(
                 f"chunk_tokens: the trace has too many blocks to divide each by {count}; "
@@ -110,7 +109,7 @@ class Trace:
 def read_trace(
     path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None
 ) -> Trace:
-    """Read `num_requests` lines, or all. Raises ConfigError."""
+    """Raises ConfigError."""
     requests = read_requests(path, TraceRequest, block_tokens=block_tokens)
     return trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 
@@ -133,7 +132,6 @@ def trace_of(
     block_tokens: int = BLOCK_TOKENS,
     num_requests: int | None = None,
 ) -> Trace:
-    """Raises ConfigError."""
     known: dict[tuple[int, int], int] = {}  # (the block before, id) -> block
     num_tokens, starts, blocks, parents = array("q"), array("q", [0]), array("i"), array("i")
     times_s: list[float | None] = []

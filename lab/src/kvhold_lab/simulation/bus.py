@@ -1,11 +1,7 @@
-"""A simulated NATS JetStream, and each host's connections to it (`kvhold.tiers.peers.bus`).
+"""A simulated NATS JetStream, and each host's connections (`kvhold.tiers.peers.bus`).
 
-    stream = SimStream(world); bus = SimBus(stream, host_name)
-
-The stream orders the messages of all nodes, and keeps the last ones. Messages come late, and twice
-if the answer to a publisher was lost. Old messages are dropped, also by a slow reader. The server
-ends and comes back, with its messages or without. Hosts are cut off from it. Somebody sends old
-messages again, and forges some.
+Messages come late, or twice after a lost answer. Old ones are dropped, also by a slow reader, sent
+again, or forged. The server ends and comes back, with or without its messages. Hosts are cut off.
 """
 
 import asyncio
@@ -25,7 +21,7 @@ from kvhold_lab.simulation.world import SimLoop, World
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CALL_S = 2.0
-_IDLE_S = 15.0  # then the subscription is made again
+_IDLE_S = 15.0
 _LONGEST_LAG_S = 15.0
 _MOST_KEPT = 3000
 
@@ -36,7 +32,7 @@ BUS_STEPS = Steps(
 
 
 class _Message(NamedTuple):
-    """sealed_s: when its node sealed it; before all times: it is forged"""
+    """sealed_s: before all times: it is forged"""
 
     incarnation: int
     data: bytes
@@ -48,30 +44,26 @@ class _Away(Exception):
 
 
 class SimStream:
-    """The server.
-
-    is_fair: no more messages or answers are lost at random
-    """
+    """is_fair: nothing is lost at random any more"""
 
     def __init__(self, world: World, *, usual_s: float) -> None:
-        """usual_s: of a message on its way to a reader"""
+        """usual_s: of a message to a reader"""
         self.world = world
         self.random: Random = world.random
         self.usual_s = usual_s
         self.is_up = True
         self._messages: deque[_Message] = deque()
-        self.last = 0  # the number of the last message
+        self.last = 0
         self._keeps = self.random.choice((5, 50, _MOST_KEPT))
         self._loses = self.random.choice((0.0, 0.02))
         self.is_fair = not self._loses
-        self.lag_s: dict[str, float] = {}  # by the reader's host
+        self.lag_s: dict[str, float] = {}
         self._cut: set[str] = set()
         self.subscriptions: list[_Subscription] = []
         self.num_starts = 0
 
     @property
     def first(self) -> int:
-        """The number of the oldest message that is kept."""
         return self.last - len(self._messages) + 1
 
     def reaches(self, host: str) -> bool:
@@ -89,12 +81,10 @@ class SimStream:
             subscription.wake()
 
     def after(self, number: int) -> list[_Message]:
-        """Return the messages after a number that are kept."""
         num_new = min(self.last - number, len(self._messages))
         return [self._messages[at - num_new] for at in range(num_new)]
 
     def trouble(self, hosts: list[str]) -> None:
-        """Let something fail for a while."""
         random, world = self.random, self.world
         seconds = random.choice((0.3, 3.0, 8.0, 30.0)) * random.random()
         host = random.choice(hosts)
@@ -143,10 +133,7 @@ class SimStream:
 
 
 class SimBus:
-    """The connections of one host, used in one loop.
-
-    newest_s: by incarnation, when the newest of its messages that came here was sealed
-    """
+    """newest_s: by incarnation, the sealing time of its newest message here"""
 
     source = "the simulated bus"
 
@@ -203,14 +190,14 @@ class _Session:
         message = _Message(incarnation, data, stream.world.now)
         await self.round_trip()
         if stream.num_starts != self._num_starts:
-            raise _Away  # the server has ended meanwhile
+            raise _Away
         stream.append(message)
         if stream.loses():
             await asyncio.sleep(_CALL_S)
             raise _Away
 
     def subscribe(self, inboxes: Inboxes, *, after: int) -> "_Subscription":
-        """after: number of the last message that was read; 0: begin with new ones"""
+        """after: number of the last read message; 0: begin with new ones"""
         stream = self._stream
         resumes = 0 < after <= stream.last
         return _Subscription(
@@ -219,8 +206,6 @@ class _Session:
 
 
 class _Subscription:
-    """number: of the last message in the stream that was read"""
-
     def __init__(
         self, own: SimBus, stream: SimStream, host: str, inboxes: Inboxes, number: int
     ) -> None:
@@ -235,7 +220,6 @@ class _Subscription:
         self.wake()
 
     def wake(self) -> None:
-        """Bring the messages that were not sent yet, after a while."""
         stream = self._stream
         if self._is_on_its_way or self._sent >= stream.last:
             return
@@ -244,7 +228,6 @@ class _Subscription:
         stream.world.later(delay_s + stream.lag_s.get(self._host, 0.0), self._arrive)
 
     def end(self) -> None:
-        """Idempotent."""
         if not self._has_ended:
             self._has_ended = True
             self._stream.subscriptions.remove(self)
@@ -266,7 +249,7 @@ class _Subscription:
         if self._loop.dead:
             self.end()
         if self._has_ended or not stream.reaches(self._host):
-            return  # woken again by the next message, or made again
+            return
         messages = stream.after(self._sent)
         begin = stream.last - len(messages) + 1
         if len(messages) > 1 and stream.random.random() < 0.3:
@@ -281,7 +264,7 @@ class _Subscription:
             self._num_taken += 1
             self.number = number
             if self._stream.loses():
-                continue  # this reader is too slow
+                continue
             incarnation = message.incarnation
             newest_s[incarnation] = max(newest_s.get(incarnation, -1.0), message.sealed_s)
             self._inboxes.put(incarnation, message.data)

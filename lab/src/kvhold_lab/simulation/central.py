@@ -1,8 +1,7 @@
 """A simulated central cache: the real server over simulated sockets and a failing tier.
 
-A stream or a lower tier may access only the memory of its own calls. Every damaged frame is a
-finding, because no fault damages frames here. A stranger, a client without the token, gets only a
-refusal, and the server reads a bounded number of its bytes.
+A call may access only its own memory. Every damaged frame is a finding, because no fault damages
+frames here. A client without the token gets only a refusal, and the server reads few of its bytes.
 """
 
 import asyncio
@@ -98,8 +97,6 @@ class _SimCentral(Central):
 
 
 class Borrowed:
-    """The memory that was lent to the running calls of a tier."""
-
     def __init__(self, world: World, checker: Checker, who: str) -> None:
         self.world = world
         self._checker = checker
@@ -304,7 +301,6 @@ class SimCentral:
         self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, central_store)
 
     def _read(self, central_store: _SimStore) -> None:
-        """Load values from the tier below, because nodes rarely ask for evicted ones."""
         if self.over or self._central is None or self._central.central_store is not central_store:
             return
         keys = sorted(key for key in self.lower.values if not is_marker(key))
@@ -341,7 +337,6 @@ class SimCentral:
         self._gone("is killed")
 
     def _stop(self) -> None:
-        """Stop as on SIGTERM, which cancels every conversation."""
         central, serving, loop = self._central, self._serving, self._loop
         if central is None or serving is None or loop is None or central._stopped.is_set():
             return
@@ -453,7 +448,7 @@ class SimCentral:
         self._fault._inner.hangs = 0.0  # type: ignore[attr-defined]
 
     def rest(self) -> None:
-        """Wait until nothing is in progress and all strangers without a login are disconnected."""
+        """Wait until nothing is in progress and strangers are disconnected."""
 
         def rests() -> bool:
             central = self._central
@@ -485,7 +480,7 @@ class SimCentral:
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:
-        """Check that only stored values use memory."""
+        """Only stored values use memory."""
         for sock, _ in self._strangers:
             sock.close()
         self.rest()

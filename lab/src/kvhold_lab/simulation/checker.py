@@ -26,8 +26,6 @@ def kv(key: bytes, nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """A part of an arena at one allocation. node: None outside arenas."""
-
     node: "CheckedMemory | None"
     offset: int = 0
     allocation: int = 0
@@ -38,30 +36,26 @@ class CheckedMemory:
     number: int
     data: bytearray
     address: int
-    # offset -> number of the current allocation
     allocations: dict[int, int] = field(default_factory=dict)
 
 
 class Checker:
     def __init__(self, world: World, promise: Promise | None = None) -> None:
-        """promise: None is `OneHost`."""
         self._world = world
         self.promise = promise if promise is not None else OneHost()
         self.origins: dict[int, Origin] = {}
         self._memory: CheckedMemory | None = None
         self._state: CacheState | None = None
         self._places: dict[tuple[str, int], dict[int, MemoryPlace]] = {}
-        self._lookups: dict[
-            int, tuple[int, float]
-        ] = {}  # ticket -> number and Unix time of its lookup
+        self._lookups: dict[int, tuple[int, float]] = {}
         self._stored = self.promise.stored
         self._asked_s: dict[int, float] = {}
         self._granted: dict[int, int] = {}
-        self.flipped: set[tuple[int, int]] = set()  # (node, offset)
-        self.garbled: set[int] = set()  # nodes that got garbage inside a message
+        self.flipped: set[tuple[int, int]] = set()
+        self.garbled: set[int] = set()
         self.kicked: set[str] = set()
-        self.scrubbing: Callable[[], list[Entry]] = list  # entries pinned by the scrubber
-        self.lent: Callable[[], list[Entry]] = list  # entries pinned for peers
+        self.scrubbing: Callable[[], list[Entry]] = list
+        self.lent: Callable[[], list[Entry]] = list
 
     def watch(self, number: int, state: CacheState, data: bytearray) -> CheckedMemory:
         memory = CheckedMemory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
@@ -106,7 +100,6 @@ class Checker:
         return MemoryPlace(self._memory, offset, self._memory.allocations.get(offset, -1))
 
     def touches(self, place: MemoryPlace | None, who: str) -> None:
-        """Report a finding if the place's memory was freed or allocated again."""
         if place is None or place.node is None:
             return
         now = place.node.allocations.get(place.offset)
@@ -122,7 +115,6 @@ class Checker:
         return self._places.get((kind, number), {}).get(offset)
 
     def asked(self, request: m.Request) -> tuple[int, float]:
-        """Record a request. Return the argument `asked` of `answered`."""
         number = self._world.number()
         if isinstance(request, m.Lookup):
             self._asked_s[number] = self._world.now
@@ -169,7 +161,7 @@ class Checker:
         }
 
     def _check_wait(self, ticket: int) -> None:
-        """A waiting lookup waits for chunks that another client computes, and computes nothing."""
+        """A waiting lookup computes nothing."""
         state: Any = self._state
         search = state._searches.get(ticket)
         if search is None or search.wait is None:
@@ -220,7 +212,6 @@ class Checker:
                 )
 
     def check_pins(self) -> None:
-        """Check that each pin belongs to a ticket, lease, search, write, scrub or peer."""
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
@@ -242,7 +233,6 @@ class Checker:
                 return
 
     def num_held(self) -> dict[str, int]:
-        """Return the number of holdings by client."""
         state: Any = self._state
         held = Counter(
             {
@@ -255,7 +245,7 @@ class Checker:
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
-        """Check the bytes of every visible chunk. Call this after a full scrub."""
+        """Check every visible chunk's bytes. Call this after a full scrub."""
         assert self._state is not None
         ram = self._state.ram
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
@@ -272,7 +262,7 @@ class Checker:
                 return
 
     def check_baseline(self) -> None:
-        """Check that memory is empty. Call this after everything was cleared."""
+        """Memory is empty after everything was cleared."""
         state, memory = self._state, self._memory
         assert state is not None and memory is not None
         ram: Any = state.ram

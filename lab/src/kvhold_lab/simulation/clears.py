@@ -1,7 +1,6 @@
-"""The rule "no read after a clear": finds the clears that a host's lookup must respect.
+"""The rule "no read after a clear": finds the clears that *bind* a host's lookup.
 
-Such a clear *binds* the lookup. `HostClears` is the rule for hosts that share a tier (decision
-0026). It reads the markers itself.
+`HostClears` is the rule for hosts that share a tier (decision 0026). It reads the markers itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,9 +17,7 @@ _GRACE_S = 5.0
 
 @dataclass(eq=False)
 class SimClear:
-    """One clear.
-
-    began:  number of its request
+    """began:  number of its request
     done:   number of its answer; 0: none, or its host died before the journal had the clear
     number: its generation in the shared tier; 0: none yet
     """
@@ -38,9 +35,7 @@ class SimClear:
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a chunk that was read from a tier.
-
-    probed: number at the start of the probe that found it
+    """probed: number at the start of its probe
     born:   number of its first allocation; 0: unknown
     """
 
@@ -59,7 +54,7 @@ class Promise(Protocol):
         """Record the answer to a clear."""
 
     def node_died(self, *, clears_done: bool) -> None:
-        """Record a node's death. clears_done: no clear was in progress"""
+        """clears_done: no clear was in progress"""
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
         """Return the latest number at which the chunk may have been stored."""
@@ -67,14 +62,14 @@ class Promise(Protocol):
     def binding(
         self, key: bytes, origin: Origin | None, asked: int, asked_s: float
     ) -> Iterable[tuple[int, str]]:
-        """Yield the start of each clear that binds a chunk, and the reason."""
+        """Yield each binding clear's start, and the reason."""
 
 
 class OneHost:
-    """A single host: every answered clear binds."""
+    """Every answered clear binds."""
 
     def __init__(self) -> None:
-        self.stored: dict[bytes, int] = {}  # key -> allocation of its last commit
+        self.stored: dict[bytes, int] = {}
         self._clears: dict[bytes, tuple[int, int]] = {}
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
@@ -88,7 +83,7 @@ class OneHost:
             self._clears.clear()
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """Return the latest store, because a chunk from a tier may come from it."""
+        """The latest store, because a chunk from a tier may be that old."""
         return self.stored.get(key, 0)
 
     def binding(
@@ -127,7 +122,6 @@ class Markers:
         return self._lost.get(marker_key(space, number), 0) > since
 
     def up_to(self, space: bytes, number: int) -> tuple[int, float] | None:
-        """Return since when all markers up to `number` are present."""
         since = [self._since.get(marker_key(space, one)) for one in range(1, number + 1)]
         return None if None in since else max(one for one in since if one is not None)
 
@@ -149,7 +143,7 @@ class Shared:
     born: dict[tuple[str, bytes], int] = field(default_factory=dict)
 
     def forget(self, space: bytes) -> None:
-        """Drop a namespace's clears: a marker was lost (decision 0026)."""
+        """A marker was lost (decision 0026)."""
         self.world.note(
             "a clear reuses a generation: earlier clears of %s are no longer checked",
             space[:4].hex(),
@@ -173,7 +167,7 @@ class HostClears:
         self._loops: list[SimLoop] = []
 
     def node_began(self, guard: Guard, reached: dict[bytes, int], loops: list[SimLoop]) -> None:
-        """reached: the generations in the node's journal."""
+        """reached: the generations in the node's journal"""
         world = self.shared.world
         self._began, self._began_s, self._has_failed = world.number(), world.now, False
         self._heard = {space: [(number, self._began)] for space, number in reached.items()}
@@ -194,7 +188,6 @@ class HostClears:
         def known(space: bytes, number: int) -> None:
             tell(space, number)
             self.shared.highest[space] = max(number, self.shared.highest.get(space, 0))
-            # after the tier worker's own post to the state
             self._loops[0].call_soon(self._hears, space, number)
 
         async def beginning(space: bytes, prefix: bytes) -> bool:
@@ -225,7 +218,6 @@ class HostClears:
 
     @property
     def known(self) -> dict[bytes, int]:
-        """Return each used namespace's latest known generation."""
         tier: Any = self._guard._tier if self._guard is not None else None
         used = tier._used if isinstance(tier, GenerationTier) else ()
         return {

@@ -1,6 +1,6 @@
 """A simulated client: `NodeClient` with tasks for threads, and an engine that uses it.
 
-Arena access is slow, so that other events come between. Any await may be interrupted.
+Arena access is slow, so other events come between. Any await may be interrupted.
 """
 
 import asyncio
@@ -44,8 +44,6 @@ class Share:
 
 
 class Signal:
-    """Like `threading.Event`, for one waiting task."""
-
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
         self._is_set = False
@@ -110,15 +108,15 @@ class SimClient:
         )
         self._wake = Signal(self.loop)
         self._joined = asyncio.Event()
-        self._with_device: set[SimLink] = set()  # links whose node knows of the device
-        self._told: set[bytes] = set()  # namespaces told to a node
+        self._with_device: set[SimLink] = set()
+        self._told: set[bytes] = set()
         self.loop.create_task(self._keep(self.membership))
 
     def was_kicked(self) -> bool:
         return self.name in self.checker.kicked
 
     def kill(self, forked_s: float) -> None:
-        """forked_s: how long a forked child keeps the sockets."""
+        """forked_s: how long a forked child keeps the sockets"""
         self.alive = False
         self.world.kill(self.loop)
         self._die()
@@ -134,7 +132,7 @@ class SimClient:
 
     def _die(self) -> None:
         if self._device is not None:
-            self._device.end(self._end)  # the process ends after its copies
+            self._device.end(self._end)
         else:
             self._end()
 
@@ -159,7 +157,7 @@ class SimClient:
             link.retire()
 
     async def link(self) -> SimLink:
-        """Return the link, after a wait if necessary. Raises NodeError."""
+        """Raises NodeError."""
         if self.membership.link is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._joined.wait(), _PATIENCE_S)
@@ -203,7 +201,7 @@ class SimClient:
         return answer
 
     def _check_refusal(self, request: m.Message, answer: m.Refused) -> None:
-        """A node must know the namespaces that an earlier node was told."""
+        """A node must know an earlier node's namespaces."""
         told = isinstance(request, m.Lookup | m.Prefetch) and request.query.namespace in self._told
         told = told or (isinstance(request, m.Reserve) and request.names.namespace in self._told)
         if told and _LAYOUT_IS_UNKNOWN in answer.reason:
@@ -212,7 +210,7 @@ class SimClient:
     async def give_back(
         self, link: SimLink, request: m.Message | None, *, held: bool = False
     ) -> None:
-        """Give something back to the node. Raises only when interrupted."""
+        """Raises only when interrupted."""
         if held:
             link.let_go()
             if link.closed:
@@ -286,7 +284,7 @@ class SimClient:
     async def store(
         self, prompt: Prompt, *, first: int, shard: int, store_options: StoreOptions, leave: float
     ) -> None:
-        """leave: the chance to leave a chunk uncommitted."""
+        """leave: the chance to leave a chunk uncommitted"""
         await self.register(prompt.namespace)
         link = await self.link()
         names = prompt.chunks(first)
@@ -339,7 +337,7 @@ class SimClient:
             await self.call(link, request, m.Done)
 
     async def _reached_by_device(self, link: SimLink) -> SimDevice | None:
-        """Return the device if the node knows of it; None: the host must copy."""
+        """None: the host must copy."""
         if self._device is None:
             return None
         if link not in self._with_device:
@@ -413,12 +411,11 @@ class SimClient:
             await self.give_back(link, m.Release(ticket) if ticket else None)
 
     async def _compute(self, link: SimLink, prompt: Prompt, found: m.LookupAnswer) -> None:
-        """Store what is missing, late, in part, or not at all."""
         random = self.world.random
         await asyncio.sleep(self.world.delay(0.1, slow=0.3, slow_s=4.0))
         if random.random() < 0.2:
             return
-        if random.random() < 0.2:  # the request has ended, and its stores have not
+        if random.random() < 0.2:
             await self.give_back(link, m.Release(found.announcement))
         for shard in range(prompt.namespace.shards):
             await self.store(
@@ -508,7 +505,6 @@ class SimClient:
         value: bytes,
         sums: Sequence[int],
     ) -> bool:
-        """Return False when a checksum does not match."""
         place = self.checker.place("lease", link.node.number, lease, offset)
         if device is not None:
             data = await device.load(link.node.data, offset, place, len(value), sums)
@@ -528,7 +524,6 @@ class SimClient:
     def _is_right(
         self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes
     ) -> bool:
-        """data: None when a checksum does not match"""
         if data is None and not self.checker.may_be_damaged(link.node.number, offset):
             self.world.find(
                 f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, but no fault damaged it"

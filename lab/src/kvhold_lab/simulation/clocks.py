@@ -1,10 +1,4 @@
-"""The clocks of one simulated host: wall clocks of hosts differ, and no two run equally fast.
-
-    clock = HostClock(ahead_s=-3.0, drift=1e-5, up_s=7_000.0); loop.clock = clock
-    world.wall(); world.clock_ms()     # in a handle of that loop: this host's times
-
-Deadlines and pauses take the time of the world.
-"""
+"""The clocks of one simulated host: wall clocks differ, and no two run equally fast."""
 
 from dataclasses import dataclass
 from random import Random
@@ -14,9 +8,9 @@ _STEPS_S = (-100.0, -2.0, 2.0, 100.0)
 
 @dataclass
 class HostClock:
-    """ahead_s: of its wall clock before the world's, at the start
+    """ahead_s: of the world's clock, at the start
     drift:   seconds that it gains in a second
-    up_s:    for how long the host ran before the start
+    up_s:    the host's running time before the start
     """
 
     ahead_s: float = 0.0
@@ -30,7 +24,6 @@ class HostClock:
         return self.up_s + now * (1 + self.drift)
 
     def step(self, random: Random) -> None:
-        """Set the wall clock, as a correction by an administrator or NTP does."""
         self.ahead_s += random.choice(_STEPS_S)
 
 

@@ -1,8 +1,7 @@
 """A client's device: the real copier over a fake device, whose copies take virtual time.
 
-Streams go on copying after their process was killed. Kernels on the engine's stream fill the blocks
-to store, overwrite them after the fence, and read the loaded blocks. So a missing event copies
-wrong bytes.
+Streams go on after their process was killed. Kernels fill the blocks to store, overwrite them after
+the fence, and read loaded blocks. So a missing event copies wrong bytes.
 """
 
 import asyncio
@@ -48,7 +47,6 @@ class SimDevice(FakeDevice):
     async def store(
         self, arena: bytearray, offset: int, place: MemoryPlace | None, value: bytes, layers: int
     ) -> bytes:
-        """Store a value from blocks that are overwritten right after. Returns the checksums."""
         view, blocks = _blocks(layers, len(value) // layers)
         memory = np.frombuffer(arena, np.uint8)
         self.compute(lambda: _fill(blocks, value))
@@ -80,7 +78,7 @@ class SimDevice(FakeDevice):
         return None if damage else seen[0]
 
     def end(self, then: Callable[[], None]) -> None:
-        """End the process. Calls `then` when its streams have stopped."""
+        """then: called when the streams have stopped"""
         self._is_killed = True
 
         def ended() -> None:
@@ -90,7 +88,7 @@ class SimDevice(FakeDevice):
         self._world.later(self._world.random.random() * _MOST_AFTER_DEATH_S, ended)
 
     def hesitate(self) -> None:
-        """Do nothing: no real time passes."""
+        """No real time passes."""
 
     def _submit(
         self,
@@ -111,7 +109,7 @@ class SimDevice(FakeDevice):
         return transfer
 
     async def _end_of(self, transfer: Transfer) -> bool:
-        """Wait, even when interrupted. Returns whether the copy was damaged."""
+        """Wait, also when interrupted. Return whether the copy was damaged."""
         try:
             while not transfer.done():  # noqa: ASYNC110 - a transfer has no event to wait for
                 await asyncio.sleep(self._world.delay(self._slow_s))
@@ -131,8 +129,6 @@ class SimDevice(FakeDevice):
 
 
 class _Driver(FakeDriver):
-    """place: the place of the next copy in the arena"""
-
     def __init__(self, device: SimDevice, checker: Any, owner: str) -> None:
         super().__init__(device)
         self.place: MemoryPlace | None = None

@@ -1,5 +1,3 @@
-"""Draw one seed's simulation."""
-
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -14,8 +12,8 @@ from kvhold.tiers.guard_config import GuardConfig
 from kvhold_lab.simulation.node import NodeDraw
 
 _CHUNK_BYTES = 4096
-_LEARNED = 0.2  # the share of seeds
-_COMPUTING = 0.25  # the same
+_LEARNED = 0.2
+_COMPUTING = 0.25
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -47,8 +45,8 @@ class Draw:
     prompts: tuple[Prompt, ...]
     trouble: float  # faults a second
     pressure_s: float  # 0: only a full arena evicts
-    one_turn_keys: int  # calls for more keys take several turns
-    computing: bool  # clients announce what they compute
+    one_turn_keys: int
+    computing: bool
 
 
 def draw(random: Random, *, seed: int) -> Draw:
@@ -83,7 +81,7 @@ def draw(random: Random, *, seed: int) -> Draw:
 
 def draw_rules(random: Random) -> list[Rule]:
     rules = []
-    quiet = random.random() < 0.4  # wrong answers instead of errors
+    quiet = random.random() < 0.4
     for operation, kind in random.sample(
         _QUIET_FAULTS if quiet else _FAULTS, random.choice((1, 2, 4))
     ):
@@ -148,7 +146,7 @@ def draw_guard(random: Random, number: int) -> GuardConfig:
 
 
 def _policy(random: Random, seed: int) -> str:
-    """Draw `learned` from a generator of its own, so that other seeds keep their histories."""
+    """A generator of its own keeps other seeds' histories."""
     policy = random.choice(("lru", "lfu", "fifo", "mru", "s3fifo"))
     return "learned" if Random(f"policy {seed}").random() < _LEARNED else policy
 

@@ -1,9 +1,8 @@
 """Simulates hosts that are each other's peers: their indexes, feeds, gets and clears.
 
-Each host is a simulation (`run.py`) with a node, a server of peers and a tier of peers, and often
-a disk. A clear on one host must reach all hosts, and no host may use an older chunk of another.
-Some fleets have a bus (`bus.py`), a directory (`membership.py`), hosts with two addresses, or
-clocks that differ (`clocks.py`).
+Each host is a simulation (`run.py`) with a server and a tier of peers. A clear on one host must
+reach all hosts; then none may use an older chunk. Some fleets have a bus, a directory
+(`membership.py`), hosts with two addresses, or clocks that differ.
 """
 
 import asyncio
@@ -43,15 +42,15 @@ from kvhold_lab.simulation.world import World
 EVERY, AT = 8, 7
 """One in this many seeds simulates peers: those with this remainder."""
 _TOKEN = "the token"
-_AGREE_S = 90.0  # a follower tries again after 12.5 s at most, and a silent one is lost after 5 s
+_AGREE_S = 90.0  # a follower tries again after 12.5 s, and a silent one is lost after 5 s
 _LOOK_S = 0.2
 _LOOK_AT_BUS_S = 1.0
 _MOST_FOLLOWED = 24
-_FOLLOWED_OF_MANY = (3, 6, 9)  # in a larger fleet
-_RARER = 10  # evictions and looks at the pins of one host, in a fleet of more than four
-_BEAT_OF_MANY_S = 2.5  # half of the time after which a silent peer is lost
-_LATEST_S = 10.0  # a host of a directory may begin so late
-_MOST_OLD_S = 2 * SILENT_S + 0.5  # of the newest record, while the bus is followed
+_FOLLOWED_OF_MANY = (3, 6, 9)
+_RARER = 10
+_BEAT_OF_MANY_S = 2.5  # half of the silence that loses a peer
+_LATEST_S = 10.0
+_MOST_OLD_S = 2 * SILENT_S + 0.5
 
 
 class FleetHost(Simulation):
@@ -100,7 +99,6 @@ class FleetHost(Simulation):
 
     @property
     def followed(self) -> list[Address]:
-        """The list of peers, if there is no directory."""
         if self.fleet.members is not None:
             return []
         return [address for one in self.near for address in one.addresses]
@@ -195,13 +193,12 @@ class FleetHost(Simulation):
         self._rest(self.running, f"host {self.number}: {since}")
 
     def clear_all(self) -> None:
-        self.world.enter(self.running.loop)  # whose clock numbers the clear
+        self.world.enter(self.running.loop)
         self.running.state.clear(None)
         self.running.move()
         self.world.enter(None)
 
     def check_bus(self) -> None:
-        """Check that what is followed over the bus is not older than promised."""
         node, now = self.node, self.world.now
         if not isinstance(node, FleetNode) or node.tier_worker_loop.stalled_until + 1.0 > now:
             return
@@ -212,7 +209,7 @@ class FleetHost(Simulation):
             )
 
     def wrong_way(self) -> str:
-        """Return which peer is followed, but not over the bus; empty: none."""
+        """Return a peer that is not followed by bus; empty: none."""
         late = [
             str(one.address)
             for one in self.running.peers_tier.peers
@@ -221,7 +218,7 @@ class FleetHost(Simulation):
         return f"host {self.number} does not use the bus for {late}" if late else ""
 
     def wrong_feed(self) -> str:
-        """Return what this host tells its followers that is wrong; empty: nothing."""
+        """Return a wrong entry of this host's feed; empty: none."""
         node = self.running
         feed: Any = node.peers.feed
         has, told = node.has(), _digests(feed._memory, 0) | _digests(feed._disks, 0)
@@ -233,7 +230,7 @@ class FleetHost(Simulation):
         return "" if node.serves_nothing else f"host {self.number} still pins chunks for peers"
 
     def wrong_index(self) -> str:
-        """Return what the index of this host has wrong; empty: nothing."""
+        """Return a wrong entry of this host's index; empty: none."""
         tier = self.running.peers_tier
         unknown = {one.number for one in self.near if one is not self}
         for one in tier.peers:
@@ -250,7 +247,7 @@ class FleetHost(Simulation):
             known, there = _digests(tier._index, one.number), other.running.has()
             ghosts = known - there
             missing = there - known - tier.given_up.get(one.number, set())
-            if not self.fleet.has_one_size:  # the index keeps one size, and who has this size
+            if not self.fleet.has_one_size:
                 missing = set()
             if not one.is_followed or ghosts or missing:
                 return (
@@ -294,9 +291,8 @@ def _ip(network: int, number: int) -> str:
 
 
 class Fleet:
-    """num_hosts: 0: 2 to 4, as the seed says
-
-    stream:  None: there is no bus
+    """num_hosts: 0: 2 to 4, by the seed
+    stream:  None: no bus
     members: None: the list of peers is fixed
     """
 
@@ -342,7 +338,6 @@ class Fleet:
         return self._by_name.get(address.host)
 
     def free_name(self, host: FleetHost) -> str:
-        """Give a host another name, perhaps one that a host had which is down now."""
         there = [one.name for one in self.hosts if one.node is not None or one.stopping]
         names = [_ip(0, number) for number in range(len(self.hosts) + 3)]
         name = self.random.choice([one for one in names if one not in there])
@@ -353,7 +348,6 @@ class Fleet:
         return name
 
     def is_taken(self, host: FleetHost) -> bool:
-        """Whether another host has this host's name now."""
         return self._by_name.get(host.name) is not host
 
     def tell_directory(self, host: FleetHost, *, is_there: bool) -> None:
@@ -365,7 +359,7 @@ class Fleet:
         guards = (*disk, self._draw_guard("peers"))
         node = replace(base.node, guards=guards)
         if self.is_large:
-            node = replace(node, scrub_interval_s=0.0)  # smaller fleets have scrubbers
+            node = replace(node, scrub_interval_s=0.0)
         return replace(
             base,
             node=node,
@@ -398,7 +392,6 @@ class Fleet:
             self._come_to_rest()
 
     def _have_ended(self) -> bool:
-        """Whether all hosts have ended. One that has not is asked first the next time."""
         for host in (self._late, *self.hosts):
             if not host.has_ended():
                 self._late = host
@@ -481,7 +474,7 @@ class Fleet:
             yield host.end_tier_worker
 
     def _agree(self) -> None:
-        """Wait until all hosts know all clears, and what their peers have."""
+        """All hosts know all clears, and their peers' chunks."""
         wrong = ""
 
         def agrees() -> bool:
@@ -509,7 +502,7 @@ class Fleet:
             self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
 
     def _first_wrong(self, look: Callable[[FleetHost], str]) -> str:
-        """Return what is wrong with a host. One that was wrong is looked at first the next time."""
+        """The last wrong host is checked first."""
         for host in (self._late, *self.hosts):
             if wrong := look(host):
                 self._late = host
@@ -517,7 +510,7 @@ class Fleet:
         return ""
 
     def _run_until(self, agrees: Any) -> bool:
-        """Run for at most `_AGREE_S`. A look takes long, so that there are few."""
+        """Run for at most `_AGREE_S`."""
         world = self.world
         end_s = world.now + _AGREE_S
         while not agrees():

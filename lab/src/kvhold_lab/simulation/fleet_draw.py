@@ -1,20 +1,20 @@
-"""Draw how the hosts of a fleet find each other, how changes reach them, and their clocks.
+"""Draw how a fleet's hosts find each other, how changes reach them, and their clocks.
 
-From a generator of its own, so that a fleet without all of this keeps its history.
+A generator of its own keeps the histories of simpler fleets.
 """
 
 from dataclasses import dataclass
 from random import Random
 
-_MOST_IN_ONE_LIST = 24  # hosts that all follow each other
+_MOST_IN_ONE_LIST = 24
 _SMALL = 8
 
 
 @dataclass(frozen=True)
 class FleetDraw:
     """directory: `static`, `dns` or `etcd`
-    has_two_addresses: each host has a second one, also in the list
-    pause_s: up to this time between two calls, so that a bus may be late for long
+    has_two_addresses: the list has a second one of each host
+    pause_s: longest time between two calls, which makes a bus late
     """
 
     has_bus: bool

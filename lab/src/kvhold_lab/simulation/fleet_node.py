@@ -1,4 +1,4 @@
-"""A simulated node with a server of peers and a tier of peers, which the fleet checks."""
+"""A simulated node with a server and a tier of peers, which the fleet checks."""
 
 import ssl
 from collections.abc import Mapping, Sequence
@@ -44,14 +44,12 @@ PEER_STEPS = Steps(
 
 
 class _Time:
-    """The module `time` of the real code."""
-
     def __init__(self, world: World) -> None:
         self.monotonic = lambda: world.now
 
 
 class PeersSimulated:
-    """The real code of peers takes its times and chances from a world, until `restore`."""
+    """Until `restore`, the peers' real code takes times and chances from a world."""
 
     def __init__(self, world: World) -> None:
         chances = world.random
@@ -59,7 +57,7 @@ class PeersSimulated:
             (peer, "time", _Time(world)),
             (follower, "random", chances),
             (roster, "random", chances),
-            (net_peers, "BEAT_S", net_peers.BEAT_S),  # a large fleet sets it
+            (net_peers, "BEAT_S", net_peers.BEAT_S),
             (peer_feed, "randbits", chances.getrandbits),
             (peer_publisher, "random", chances),
             (peer_publisher, "token_bytes", chances.randbytes),
@@ -80,8 +78,6 @@ class PeersSimulated:
 
 
 class DiskValues(dict[bytes, tuple[bytes, float]]):
-    """The values of a disk, which tells the node of its changes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.changes = ValueChanges()
@@ -119,7 +115,7 @@ class _SimPeersTier(PeersTier):
         return None if host.fleet.stream is None else SimBus(host.fleet.stream, host.names[0])
 
     def oldest_bus_s(self) -> float:
-        """Return the age of the newest record of the peer whose is oldest, of those by bus."""
+        """Return the greatest age of a peer's newest record by bus."""
         if self._bus is None:
             return 0.0
         newest_s = self._bus.newest_s  # type: ignore[attr-defined]
@@ -171,7 +167,6 @@ class _SimPeersTier(PeersTier):
 
         def told(prefix: bytes) -> None:
             learned(prefix)
-            # after the tier worker's own post to the state
             loop.call_soon(host.promise.hears, prefix, self.numbers[prefix])
 
         host.promise.node_began(numbers or {})
@@ -234,7 +229,7 @@ class FleetNode(SimNode):
             held = hold(keys)
             for key, one in zip(keys, held, strict=True):
                 if one is None:
-                    promise.lends(key, self.host.shared.stored.get(key, 0))  # perhaps from a disk
+                    promise.lends(key, self.host.shared.stored.get(key, 0))
                 else:
                     self._lent.append(one[0])
                     allocation = self.memory.allocations.get(one[0].offset, -1)
@@ -253,7 +248,7 @@ class FleetNode(SimNode):
         source._release = releasing  # type: ignore[method-assign]
 
     def _sends(self, view: memoryview, verb: str) -> None:
-        """Check that what the server sends from the arena is pinned for peers."""
+        """The server sends from the arena only chunks that are pinned for peers."""
         place = self.checker.place_of(view)
         if place.node is None or not view.nbytes:
             return
@@ -305,7 +300,7 @@ class FleetNode(SimNode):
             self.host.fleet.network.leave(name, without_power=without_power)
 
     def has(self) -> set[int]:
-        """Return the digests of the chunks that peers can read."""
+        """Return the digests that peers can read."""
         return {
             digest_of(entry.key)
             for entry in self.state.ram.entries()

@@ -29,7 +29,7 @@ from kvhold_lab.simulation.world import World
 
 EVERY = 6
 """One in this many seeds simulates several hosts."""
-# left out: these faults would lose markers, and `Hosts` loses markers itself
+# left out: they would lose markers, which `Hosts` does itself
 _LIES = (("probe", "stale"), ("probe", "truncate"))
 # left out with a central cache, where each damaged frame is a finding
 _DAMAGES = ("corrupt", "truncate", "swap", "stale")
@@ -71,7 +71,6 @@ class HostNode(SimNode):
         return tier_worker
 
     def _watch_births(self, tier_worker: Any) -> None:
-        """Record when each value in a tier, and each chunk read from a tier, was stored."""
         frame, frames = tier_worker._write_behind._frame, {}
         born = self.host.promise.shared.born
 
@@ -222,7 +221,6 @@ class SimHost(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """Start a node, and use it before it has learned of clears."""
         super()._start_node()
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.num_nodes > 1 and random.random() < 0.7:
@@ -270,7 +268,6 @@ class SimHost(Simulation):
             self.world.later(random.random() * 4.0, works_again)
 
     def _flip(self) -> None:
-        """Flip a bit, unless a damaged frame would reach other hosts."""
         if self.hosts.central is None:
             super()._flip()
 
@@ -427,7 +424,7 @@ class Hosts:
         self.world.later(self.random.expovariate(self.trouble), self._trouble)
 
     def _lose_a_marker(self) -> None:
-        """Remove a marker that a running host knows and can put again."""
+        """Remove a marker that a running host can put again."""
         names = [name for name in self.shared.markers.names() if self._is_known(name)]
         if names:
             name = self.random.choice(names)
@@ -480,7 +477,6 @@ class Hosts:
         clearing = next((host for host in hosts if self._may_put(host)), None)
         if self.central is not None:
             yield self.central.rest
-        # the second clear removes late values under a name of the first
         for number in range(2 if clearing is not None else 0):
             assert clearing is not None
             yield clearing.clear_all
@@ -508,8 +504,6 @@ class Hosts:
             yield self.central.check_end
 
     def _all_learn(self) -> None:
-        """Wait until each host knows each clear that it can still learn of."""
-
         def has_learned(host: SimHost) -> bool:
             known = host.promise.known
             return all(known.get(space, number) >= number for space, number in self._told().items())
@@ -524,7 +518,6 @@ class Hosts:
             )
 
     def _told(self) -> dict[bytes, int]:
-        """Return each namespace's latest generation that a host can still learn of."""
         told: dict[bytes, int] = {}
         spaces = {name[:16] for name in self.shared.markers.names()}
         for space in spaces:

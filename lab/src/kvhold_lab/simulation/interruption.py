@@ -1,6 +1,6 @@
 """Interrupt work at one of its awaits: `await Interruption(work(), at=7, early=True)`.
 
-early: at the start of the wait, not at its end
+early: at the start of the wait
 """
 
 import asyncio

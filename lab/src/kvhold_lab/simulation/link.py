@@ -1,7 +1,6 @@
-"""A simulated link: `Link`'s conversation and lifetime, with tasks and a simulated socket.
+"""A simulated link: `Link`'s methods, with tasks and a simulated socket.
 
-Each method does what the method of `Link` with this name does. Bytes are read only while a caller
-waits.
+Bytes are read only while a caller waits.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ class Process(Protocol):
 
 
 async def join(process: Process, node: SimNode | None, *, within_s: float) -> "SimLink":
-    """Connect and greet. Raises NodeError, NodeRefused."""
+    """Raises NodeError, NodeRefused."""
     if node is None:
         raise NodeError("there is no node")
     try:
@@ -59,7 +58,7 @@ class SimLink:
         self.world = process.world
         self.conversation = Conversation(self.world.now)
         self.breaks_the_rules = False
-        self._is_half_sent = False  # a part of a message was sent
+        self._is_half_sent = False
         self.welcome = m.Welcome(0, "", 0, 0, False)
         self.uses_device = False
         self._lifetime = Lifetime()
@@ -73,7 +72,6 @@ class SimLink:
         self.world.later(self.world.delay(), node.listening.arrive, far)
 
     async def greet(self, within_s: float) -> None:
-        """Raises NodeError."""
         until, splitter = self.world.now + within_s, Splitter(m.MAX_HELLO_BYTES)
         self.end.send(
             encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, self.process.name, self.process.number))
@@ -141,7 +139,6 @@ class SimLink:
             self._leave()
 
     async def pause(self, seconds: float) -> None:
-        """Wait, at most until News."""
         try:
             self._lifetime.enter()
         except ConnectionError:
@@ -166,7 +163,7 @@ class SimLink:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> None:
-        """Raises NodeError if the arena cannot be mapped."""
+        """Raises NodeError: the arena cannot be mapped."""
         if writable not in self._mapped and self.world.descriptors.are_short:
             raise NodeError("the node's arena could not be mapped")
         self._lifetime.hold()
@@ -177,7 +174,6 @@ class SimLink:
         self._close_if_unused()
 
     def retire(self) -> None:
-        """Refuse calls, and close after the last user."""
         self._lifetime.retired = True
         self._wake()
         self._close_if_unused()
@@ -197,7 +193,7 @@ class SimLink:
             self.end.close()
 
     async def _send(self, until: float) -> None:
-        """Send the queued requests. Raises TimeoutError, OSError."""
+        """Raises TimeoutError, OSError."""
         while (data := self.conversation.to_send()) is not None:
             self._check()
             try:
@@ -213,7 +209,7 @@ class SimLink:
                 raise
 
     async def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Return False at the deadline. Raises the connection's error."""
+        """False: the deadline. Raises the connection's error."""
         while True:
             self._check()
             if is_done():
@@ -239,7 +235,7 @@ class SimLink:
         return True
 
     def _judge(self) -> None:
-        """Report a finding unless a dead node or a kick has ended the conversation."""
+        """Only a dead node or a kick may end the conversation."""
         error = self.conversation.error
         if error is None or self.breaks_the_rules:
             return

@@ -1,8 +1,6 @@
 """The network between simulated hosts: partitions, slow links, and hosts without power.
 
-    network = LinkedNetwork(world); network.cut("10.0.0.1", "10.0.0.2"); network.heal()
-
-While two hosts are cut, nothing that one sends reaches the other, not even the end of a connection.
+A cut link passes nothing, not even the end of a connection.
 """
 
 import asyncio
@@ -16,8 +14,6 @@ _LOOK_S = 0.2
 
 
 class LinkedNetwork(Network):
-    """touch_of_server: called for each access of a host's server to the caller's memory"""
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.touch_of_server: dict[str, Touch] = {}
@@ -29,7 +25,6 @@ class LinkedNetwork(Network):
         self._sockets_of: dict[str, list[SimSocket]] = {}
 
     def cut(self, sender: str, receiver: str) -> None:
-        """Cut one direction."""
         self._cut.add((sender, receiver))
 
     def slow_down(self, one: str, other: str, seconds: float) -> None:
@@ -37,7 +32,6 @@ class LinkedNetwork(Network):
             self._slow_s[pair] = seconds
 
     def heal(self) -> None:
-        """What is on its way goes on. Links are as fast as before."""
         self._cut.clear()
         self._slow_s.clear()
         self._go_on()
@@ -47,7 +41,6 @@ class LinkedNetwork(Network):
         self._go_on()
 
     def leave(self, host: str, *, without_power: bool) -> None:
-        """Close all sockets of a host whose node has ended."""
         if without_power:
             self._off.add(host)
         for sock in self._sockets_of.pop(host, ()):
@@ -55,7 +48,6 @@ class LinkedNetwork(Network):
                 sock.vanish() if without_power else sock.close()
 
     def break_one(self) -> None:
-        """Reset a connection at both ends, or only at one."""
         living = [
             sock
             for socks in self._sockets_of.values()
@@ -83,7 +75,7 @@ class LinkedNetwork(Network):
     ) -> SimSocket:
         far = address.rpartition(":")[0]
         while not (self._passes(host, far) and self._passes(far, host)):  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)  # as a lost packet: nothing tells the caller
+            await asyncio.sleep(_LOOK_S)
         near = await super().connect(address, loop, host, touch)
         near.peer._touch = self.touch_of_server.get(far)
         for sock in (near, near.peer):

@@ -1,4 +1,4 @@
-"""A simulated node's listening socket, for the real `Listener`. `arrive` connects a client."""
+"""A simulated node's listening socket, for the real `Listener`."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ class ListeningLoop:
 
 
 class ListeningSocket:
-    """Holds clients until the node accepts them; calls its watcher as long as one waits."""
+    """Calls its watcher while a client waits."""
 
     def __init__(self, world: World) -> None:
         self._descriptors = world.descriptors
@@ -57,7 +57,6 @@ class ListeningSocket:
         self._closed = False
 
     def arrive(self, end: End) -> None:
-        """end: the node's end."""
         if self._closed:
             end.close()
         else:

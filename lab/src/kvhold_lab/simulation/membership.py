@@ -1,10 +1,8 @@
 """Simulated directories of peers, behind the real `DnsDirectory` and `EtcdDirectory`.
 
-    members = SimDns(world); members.has_come(3, "10.0.0.4:7711"); members.directory(3, names)
-
 Nodes are listed late, and stay listed after they have left. A directory is away, silent or slow.
 DNS answers are incomplete, empty or old. In etcd, leases and keys of living nodes end, answers are
-lost, and somebody writes other keys below the prefix.
+lost, and other keys appear.
 """
 
 import asyncio
@@ -36,7 +34,7 @@ _SLOW_S = 3.0
 
 
 class SimMembership(ABC):
-    """A directory of a fleet. lists_itself: a host finds its own addresses in its list"""
+    """lists_itself: a host finds its own addresses in its list"""
 
     lists_itself = True
 
@@ -52,7 +50,7 @@ class SimMembership(ABC):
         """Return a node's directory, which lists these hosts."""
 
     def has_changed(self, host: int, addresses: Sequence[str]) -> None:  # noqa: B027
-        """Note that the node of a host has these addresses now. Empty: there is no node."""
+        """addresses: of a host's node; empty: there is no node"""
 
     @abstractmethod
     def trouble(self) -> None:
@@ -66,7 +64,7 @@ class SimMembership(ABC):
 
 
 class SimDns(SimMembership):
-    """The addresses of hosts, which somebody else registers, as Kubernetes does.
+    """Addresses that another system registers, as Kubernetes does.
 
     listed: by host
     """
@@ -112,7 +110,6 @@ class SimDns(SimMembership):
             thread.usual_s = 0.0005
 
     def _add(self, host: int) -> None:
-        """List a host's new addresses. The earlier ones stay for a while."""
         both = [*self._listed.get(host, ()), *self._now[host]]
         self._listed[host] = list(dict.fromkeys(both))
 
@@ -138,16 +135,14 @@ class SimDns(SimMembership):
 
 
 class SimEtcd(SimMembership):
-    """Nodes register themselves."""
-
     lists_itself = False
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._leases: dict[int, tuple[float, int]] = {}  # until when, and for how long
-        self._values: dict[bytes, tuple[bytes, int]] = {}  # with the lease; 0: none
+        self._leases: dict[int, tuple[float, int]] = {}
+        self._values: dict[bytes, tuple[bytes, int]] = {}
         self._fault = ""
-        self.lost = 0.0  # the share of answers that are lost
+        self.lost = 0.0
 
     def directory(self, hosts: Sequence[int]) -> Directory:
         gateway: Any = _SimGateway(self)
@@ -230,8 +225,6 @@ class SimEtcd(SimMembership):
 
 
 class _SimGateway:
-    """In place of `EtcdGateway`."""
-
     def __init__(self, etcd: SimEtcd) -> None:
         self._etcd = etcd
 

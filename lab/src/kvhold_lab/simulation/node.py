@@ -64,8 +64,6 @@ class SimArena:
 
 
 class _SimJournal(ClearsJournal):
-    """A journal in a list of lines, which outlives the node."""
-
     def __init__(self, disk: list[str]) -> None:
         self._disk = disk
         super().__init__(Path("journal"))
@@ -174,14 +172,13 @@ class SimNode(server.Node):
 
     @staticmethod
     def now() -> tuple[float, float]:
-        """Return zeros: real times are no part of a history, and cost two system calls each."""
+        """Real times are no part of a history, and slow."""
         return 0.0, 0.0
 
     def _make_tier(self, store: SimTierStore) -> Any:
         return SimTier(self.world, store, self.checker)
 
     def _all_tiers(self) -> list[Any]:
-        """Return the tiers of the stack, in order."""
         return list(self.tiers)
 
     def _make_tier_worker(self, draw: NodeDraw, journal: list[str]) -> TierWorker:
@@ -240,8 +237,6 @@ class SimNode(server.Node):
         )
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
-        """Stop as on SIGTERM: close connections, drain the tier worker, cancel its tasks."""
-
         def end(_: Any = None) -> None:
             self.kill()
             ended()
@@ -279,7 +274,7 @@ class _SimConnection(client_connection.ClientConnection):
         self._sim = node
         self._asked: dict[int, tuple[m.Request, tuple[int, float]]] = {}
 
-    def __hash__(self) -> int:  # its address would differ between runs
+    def __hash__(self) -> int:
         return self.number
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -1,7 +1,7 @@
 """Mutations of the code: unified diffs against `src/` in `mutations/`.
 
-A hunk's text must occur exactly once, anywhere in the file. `mutations/rare/` has those that need
-more than a few hundred seeds, or that no seed has found.
+A hunk's text must occur exactly once in its file. Mutations in `rare/` need more than a few hundred
+seeds, or were never found.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,11 @@ class _Hunk:
 
 
 def mutations(*, rare: bool = False) -> list[Path]:
-    """Return the patches. rare: also the rare ones"""
     return sorted(_FOLDER.rglob("*.patch") if rare else _FOLDER.glob("*.patch"))
 
 
 def apply(patch: Path, folder: Path) -> None:
-    """Apply a patch. folder: contains `kvhold`. Raises PatchError."""
+    """folder: contains `kvhold`. Raises PatchError."""
     hunks = _hunks(patch.read_text())
     if not hunks:
         raise PatchError(f"{patch.name}: the patch has no hunk")

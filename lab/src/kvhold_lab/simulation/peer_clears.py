@@ -1,11 +1,10 @@
 """The rule "no read after a clear" for hosts that are each other's peers.
 
-A clear binds a lookup on the host that answered it, and on each host that has learned of it.
+A clear binds a lookup on each host that has answered or learned it.
 
-`ClearNumbers` orders the clears of several hosts by the clocks of these hosts. A clear is
-*overtaken* if another host began one of the same prefix earlier, and its number is not smaller,
-because the clocks differ. Then chunks that were stored since the beginning of that other clear may
-be found.
+`ClearNumbers` orders clears by the hosts' clocks, which differ. A clear is *overtaken* if another
+host began an earlier one of the same prefix whose number is not smaller. Then chunks stored since
+that other clear began may be found.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,6 @@ from kvhold_lab.simulation.world import World
 
 @dataclass
 class FleetClears:
-    """lent: key -> the latest birth of a chunk that a host has sent"""
-
     world: World
     clears: list[SimClear] = field(default_factory=list)
     stored: dict[bytes, int] = field(default_factory=dict)
@@ -43,7 +40,7 @@ class PeerClears:
         self._heard.setdefault(prefix, []).append((number, self.shared.world.number()))
 
     def begins(self, prefix: bytes) -> None:
-        """The tier worker begins this host's oldest clear that it has not begun."""
+        """The tier worker begins this host's oldest clear."""
         for clear in self._own(prefix):
             if clear.began not in self._begun:
                 self._begun.add(clear.began)

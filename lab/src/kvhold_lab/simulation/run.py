@@ -1,7 +1,7 @@
 """One seed's simulation, from its start to the baseline.
 
-Clients work while faults occur: processes are killed, calls are cancelled, tiers fail, bits flip
-and clocks jump. When the faults end, everything must come to rest.
+Clients work while processes are killed, calls are cancelled, tiers fail, bits flip and clocks jump.
+Then everything must come to rest.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _PINS_EVERY_S = 0.3
 _REST_S = 300.0
-_GHOSTS = 1 << 12  # of the learned policy; the usual table has 9 MiB, which take long to clear
+_GHOSTS = 1 << 12
 
 
 @dataclass(frozen=True)
 class SeedResult:
-    """steps: number of steps of all loops; digest: equal for equal histories"""
+    """steps: of all loops; digest: equal for equal histories"""
 
     seed: int
     operations: int
@@ -58,10 +58,8 @@ class SeedResult:
 
 
 def simulate(seed: int, *, trace: bool = False, hosts: int = 0) -> SeedResult:
-    """Simulate one seed.
-
-    trace: keep the history
-    hosts: simulate this many hosts, which are each other's peers; 0: what the seed says
+    """trace: keep the history
+    hosts: that are each other's peers; 0: by the seed
     """
     world = World(seed, keep_notes=trace)
     with _real_code_simulated(world):
@@ -89,7 +87,6 @@ def simulate(seed: int, *, trace: bool = False, hosts: int = 0) -> SeedResult:
 
 
 def _simulation(world: World, hosts: int) -> "Simulation | Hosts | Fleet":
-    # imported here, because these modules import this one
     from kvhold_lab.simulation import fleet
     from kvhold_lab.simulation.hosts import EVERY, Hosts
 
@@ -105,7 +102,6 @@ class _Findings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        # faults flip bits on purpose; the simulated readers report other damage
         if "are not those that were stored" not in record.msg:
             self._world.find(
                 f"logged: {record.getMessage()[:300]} "
@@ -130,10 +126,10 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     log.setLevel(logging.ERROR)
     log.propagate = False
     was_collecting, hook = gc.isenabled(), sys.unraisablehook
-    from kvhold_lab.simulation.fleet_node import PeersSimulated  # it imports this module
+    from kvhold_lab.simulation.fleet_node import PeersSimulated
 
     peers = PeersSimulated(world)
-    gc.disable()  # garbage collection must not be part of a history
+    gc.disable()  # not part of a history
     sys.unraisablehook = lambda _: None  # for killed threads
     try:
         yield
@@ -401,7 +397,7 @@ class Simulation:
             node.end_gently(self.draw.node.drain_s, ended)
 
     def _hurry(self) -> None:
-        """Set tiny deadlines, which cancel a tier's calls at any await."""
+        """Tiny deadlines cancel a tier's calls at any await."""
         if self.node is not None and self.stores:
             guard = self.random.choice(self.node.stack.guards)
             usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
@@ -470,7 +466,7 @@ class Simulation:
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
     def _come_to_rest(self) -> None:
-        """Check that all calls end, memory becomes free and clears are done."""
+        """All calls end, memory becomes free and clears are done."""
         node = self._end_trouble()
         self._end_calls(node)
         self._rest(node, "the clients have left")
@@ -494,7 +490,7 @@ class Simulation:
             store.most_bytes = 1 << 30
         if not world.run(lambda: not self.stopping, most_s=_REST_S):
             world.find("the node does not stop")
-        self.world.descriptors.abound()  # another host may have used them up
+        self.world.descriptors.abound()
         if self.node is None:
             self._start_node()
         node = self.node

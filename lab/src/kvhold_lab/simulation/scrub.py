@@ -21,7 +21,6 @@ class SimScrubber:
         number: int,
         interval_s: float,
     ) -> None:
-        """See `Scrubber`."""
         self.held: list[tuple[Entry, MemoryPlace]] = []
         self.passes = 0
         self._world = world
@@ -51,7 +50,6 @@ class SimScrubber:
         return sum(entry.nbytes for entry in entries)
 
     def _take(self, taken: "asyncio.Future[Any]") -> None:
-        """Runs on the node's loop."""
         entries = self._scrubber.take()
         self.held = [(entry, self._checker.place_at(entry.offset)) for entry in entries or ()]
         self.loop.call_soon(taken.set_result, entries)
@@ -73,6 +71,5 @@ class SimScrubber:
                 return False
 
     def _give_back(self, entries: list[Entry], damaged: list[Entry]) -> None:
-        """Runs on the node's loop."""
         self.held = []
         self._scrubber.give_back(entries, damaged)

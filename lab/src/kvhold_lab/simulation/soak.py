@@ -1,6 +1,6 @@
 """Runs many seeds on all cores, or checks that the seeds find each mutation.
 
-PYTHONHASHSEED is 0, because the order of a set of bytes is part of a history.
+PYTHONHASHSEED is 0, because a set's order is part of a history.
 """
 
 import json
@@ -23,18 +23,18 @@ from kvhold.core.errors import KVHoldError
 from kvhold_lab.simulation.patches import apply, mutations
 
 _MODULE = "kvhold_lab.simulation.worker"
-_PIECE = 50  # seeds that a process is given at once, divided by the hosts
-_MOST_SEEDS = 2000  # of one process, which takes some seconds to start
+_PIECE = 50
+_MOST_SEEDS = 2000
 _SHOWN = 20
 
 
 class SimulationError(KVHoldError):
-    """A simulation's process ended before its seeds did."""
+    """A process ended before its seeds did."""
 
 
 @dataclass
 class SimulationResult:
-    """findings: number of seeds with a finding; found: the first of them, with replay commands"""
+    """findings: seeds with a finding; found: the first, with replay commands"""
 
     seeds: int = 0
     operations: int = 0
@@ -67,9 +67,7 @@ class MutationsResult:
 def run(
     seeds: int, first: int, *, hosts: int = 0, tell: Callable[[str], None] = lambda _: None
 ) -> SimulationResult:
-    """Run seeds.
-
-    hosts: simulate this many hosts, which are each other's peers; 0: what each seed says
+    """hosts: that are each other's peers; 0: by each seed
     tell:  called with each of the first findings
 
     Raises SimulationError.
@@ -97,7 +95,6 @@ def run(
 
 
 def trace(seed: int, *, hosts: int = 0) -> int:
-    """Return the exit status of the seed's process."""
     command = [
         sys.executable,
         "-W",
@@ -120,10 +117,9 @@ def run_mutations(
     hosts: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> MutationsResult:
-    """Apply each mutation to a copy of the code, and simulate seeds until one finds it.
+    """Simulate seeds on a copy of the code with each mutation, until one finds it.
 
     names: only these, also rare ones; by default all but the rare ones
-    hosts: see `run`
 
     Raises PatchError, SimulationError.
     """
@@ -160,10 +156,7 @@ def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> Muta
 
 
 class _Worker:
-    """A process that runs seeds, one call of `lines` after the other."""
-
     def __init__(self, source: Path, hosts: int) -> None:
-        """source: the folder of `kvhold`"""
         command = [sys.executable, "-W", "ignore", "-m", _MODULE, *_hosts(hosts)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
@@ -178,7 +171,6 @@ class _Worker:
         self._is_idle = True
 
     def lines(self, first: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield what the worker says of these seeds. Raises SimulationError."""
         self.num_seeds += count
         self._is_idle = False
         asked, said = self._process.stdin, self._process.stdout
@@ -200,7 +192,6 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """End the process, in the middle of its seeds if it has not run all. Idempotent."""
         if not self._is_idle:
             self._process.kill()
         with self._process, self._errors:
@@ -209,7 +200,7 @@ class _Worker:
 
 
 class _Workers:
-    """A worker for each core. One that has run many seeds is replaced, which frees its memory."""
+    """One worker per core. After many seeds it is replaced, to free memory."""
 
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts

@@ -1,7 +1,5 @@
 """Sockets of simulated threads: bytes come late, are cut anywhere, and may never come.
 
-    sock = await Network(world).connect("10.0.0.9:7710", loop, host)
-
 As with the kernel, unsent bytes are limited, and a closed socket answers with a reset.
 """
 
@@ -13,7 +11,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
-_FIRST_DESCRIPTOR = 1 << 20  # never a descriptor of this process
+_FIRST_DESCRIPTOR = 1 << 20
 _BACKLOG = 16
 _REFUSED_AFTER_S = 0.3
 
@@ -21,8 +19,6 @@ Touch = Callable[[memoryview, str], None]
 
 
 class SocketWorld(Protocol):
-    """What sockets need of the world (`world.py`)."""
-
     random: Random
     sockets: dict[int, "SimSocket"]
 
@@ -34,7 +30,7 @@ class SocketWorld(Protocol):
 
 
 class SimSocket:
-    """touch: called for each access to the caller's memory."""
+    """touch: called for each access to the caller's memory"""
 
     def __init__(self, network: "Network", loop: Any, touch: Touch | None = None) -> None:
         self.network = network
@@ -65,7 +61,7 @@ class SimSocket:
         """Do nothing."""
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
-        """Raises BlockingIOError when nothing fits, OSError when the other end is closed."""
+        """Raises BlockingIOError: nothing fits; OSError: the other end is closed."""
         self._check()
         if self.peer.closed and not self.peer.has_vanished:
             raise BrokenPipeError(errno.EPIPE, "the other end is closed")
@@ -85,10 +81,7 @@ class SimSocket:
         return sent
 
     def recv_into(self, view: memoryview) -> int:
-        """Return 0 at the end.
-
-        Raises BlockingIOError without bytes, OSError after a reset.
-        """
+        """Return 0 at the end. Raises BlockingIOError, OSError."""
         self._check()
         if not self._in:
             if self._ended:
@@ -122,7 +115,7 @@ class SimSocket:
             self._move()
 
     def vanish(self) -> None:
-        """Close it as a host without power does: the other end is told when it sends."""
+        """Close as a host without power: the other end is told when it sends."""
         self.closed = self.has_vanished = True
         self._out.clear()
 
@@ -136,7 +129,6 @@ class SimSocket:
         return len(self._out) < self._most_unsent or self._reset or is_refused
 
     def reset(self) -> None:
-        """Drop the connection, with bytes on their way."""
         if not self.closed:
             self._reset = True
             self._in.clear()
@@ -217,11 +209,10 @@ class Network:
         self._sockets = world.sockets
 
     def holds(self, sock: SimSocket, go_on: Callable[[], None]) -> bool:
-        """Whether nothing that this socket has sent arrives now. Then `go_on` is called later."""
+        """Whether sent bytes are held; then `go_on` is called later."""
         return False
 
     def delay(self, sock: SimSocket) -> float:
-        """Draw how long sent bytes take."""
         return self.world.delay(0.0003, slow=0.005, slow_s=0.8)
 
     def descriptor(self, sock: SimSocket) -> int:
@@ -232,7 +223,7 @@ class Network:
     async def connect(
         self, address: str, loop: Any, host: str, touch: Touch | None = None
     ) -> SimSocket:
-        """Raises OSError when nothing listens."""
+        """Raises OSError: nothing listens."""
         await asyncio.sleep(self.world.delay(0.0005, slow=0.02, slow_s=1.5))
         listener = self.listeners.get(address)
         if listener is None:
@@ -286,7 +277,6 @@ class SocketLoop:
         return self._writers.pop(fd, None) is not None
 
     def look_at(self, fd: int) -> None:
-        """Call the watchers in the loop's next round, if the socket is ready."""
         if fd not in self._looked_at and self._is_due(fd):
             self._looked_at.add(fd)
             self.call_soon(self._tell, fd)
@@ -307,7 +297,6 @@ class SocketLoop:
         self.look_at(fd)
 
     async def sock_accept(self, listener: SimListener) -> tuple[SimSocket, tuple[str, int]]:
-        """Sometimes raises EMFILE."""
         while not listener.waiting:
             listener.arrived.clear()
             await listener.arrived.wait()

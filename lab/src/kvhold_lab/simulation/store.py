@@ -1,7 +1,7 @@
 """A tier over a dictionary. Transfers are slow and in pieces, and may outlast a cancellation.
 
-As `tiers/base.py` demands, a cancelled call ends only after its last access to the caller's memory.
-`FaultTier` adds other faults.
+A cancelled call ends after its last access to the caller's memory (`tiers/base.py`). `FaultTier`
+adds other faults.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.world import World
 
-_LOOK_S = 1.0  # how often a slow transfer checks whether the faults are over
+_LOOK_S = 1.0
 
 
 @dataclass
 class SimTierStore:
-    """The values of a tier, which outlive nodes. is_damaged: a fault has flipped bits"""
+    """The values outlive nodes. is_damaged: a fault has flipped bits"""
 
     name: str
     most_bytes: int
@@ -41,9 +41,8 @@ class SimTier:
         # chance that a cancelled transfer goes on
         self.lingers = world.random.choice((0.0, 0.3, 0.8))
         self.lands = world.random.random() < 0.5  # a cancelled put that goes on stores its value
-        self.hangs = world.random.choice((0.0, 0.0, 0.03))  # chance of a slow transfer
+        self.hangs = world.random.choice((0.0, 0.0, 0.03))
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
-        # most delay before a scan lists keys
         self.removal_s = world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0
         self.traits = TierTraits(
             name="sim",
@@ -133,7 +132,7 @@ class SimTier:
         return None if value is None or 0 < expires_at <= self._world.wall() else value
 
     async def _transfer(self, key: bytes, parts: Parts, value: bytes | None) -> bytes:
-        """Write `value` into `parts`; None: read the value from `parts`. Returns the value."""
+        """Write `value` into `parts`; None: read it from `parts`. Return the value."""
         places = [self._checker.place_of(part) for part in parts]
         pieces: list[bytes] = []
         at, cancelled = 0, False
@@ -158,14 +157,14 @@ class SimTier:
         return b"".join(pieces) if value is None else value
 
     async def _pause(self, cancelled: bool) -> bool:
-        """Wait. Return whether the call was cancelled by now, or raise CancelledError at once."""
+        """Return whether the call is cancelled, or raise CancelledError at once."""
         random = self._world.random
         is_slow = random.random() < self.hangs
         until = self._world.now + (
             random.random() * 20.0 if is_slow else random.expovariate(5 / self.usual_s)
         )
         while (left := until - self._world.now) > 0:
-            if is_slow and not self.hangs:  # the trouble is over
+            if is_slow and not self.hangs:
                 break
             try:
                 await asyncio.sleep(min(left, _LOOK_S) if is_slow else left)

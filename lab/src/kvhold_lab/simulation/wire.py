@@ -1,10 +1,6 @@
 """A socket between two simulated processes: bytes arrive in order, late, and cut anywhere.
 
-    near, far = connect(world)
-    near.push(data); near.pull()       # the client's end
-    SimTransport(far, loop, protocol)  # the node's end
-
-An end closes when its last copy closes; sent bytes still arrive. A forked child has a copy.
+An end closes when its last copy closes: a forked child has one.
 """
 
 import asyncio
@@ -23,9 +19,7 @@ class End:
         self.most_bytes = 1 << 20
         self.process: Any = None
         self.on_closed: Callable[[], None] | None = None
-        self.on_change: Callable[[], None] | None = (
-            None  # used without `on_data`: there are bytes to pull, or room to push
-        )
+        self.on_change: Callable[[], None] | None = None
         self.on_data: Callable[[bytes], None] | None = None
         self.on_eof: Callable[[], None] | None = None
         self._out = bytearray()
@@ -33,14 +27,11 @@ class End:
         self._moving = False
         self._eof_sent = False
         self._eof_seen = False
-        self._handed = 0  # bytes handed over, not read yet
+        self._handed = 0
         self._wants_room = False
 
     def push(self, data: memoryview) -> int:
-        """Return the number of bytes sent.
-
-        Raises BlockingIOError when nothing fits, BrokenPipeError when the other end is closed.
-        """
+        """Return the number of bytes sent. Raises BlockingIOError, BrokenPipeError."""
         if self.peer.closed or self.closed:
             raise BrokenPipeError("the other end is closed")
         some = bytes(
@@ -55,7 +46,7 @@ class End:
         return len(some)
 
     def pull(self) -> bytes:
-        """Return the arrived bytes; empty at the end. Raises BlockingIOError without bytes."""
+        """Empty at the end. Raises BlockingIOError."""
         if not self._in and not self._eof_seen:
             raise BlockingIOError
         data = bytes(self._in)
@@ -69,7 +60,7 @@ class End:
             self.peer.on_change()
 
     def send(self, data: bytes | bytearray) -> None:
-        """Send all bytes. They are lost if an end is closed."""
+        """They are lost if an end is closed."""
         if not self.closed and not self.peer.closed:
             self._out += data
             self._move()
@@ -82,7 +73,6 @@ class End:
         self.copies += 1
 
     def close(self) -> None:
-        """Close one copy."""
         self.copies -= 1
         if self.copies <= 0 and not self.closed:
             self.closed = True

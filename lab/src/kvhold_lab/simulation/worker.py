@@ -2,8 +2,8 @@
 
 Usage: PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace] [--hosts N]
 
-Without FIRST and COUNT, reads lines of them from its input. After the seeds of each line, prints
-{"done": true}. So the start of a process, some seconds, is paid once for many seeds.
+Without FIRST and COUNT, reads lines of them from its input. After each line's seeds, prints
+{"done": true}.
 """
 
 import gc
@@ -14,7 +14,7 @@ from typing import Any
 from kvhold_lab.simulation.run import simulate
 
 _COLLECT_EVERY = 25
-_COLLECT_EVERY_HOSTS = 100  # a seed of 100 hosts leaves as much garbage as many seeds of one
+_COLLECT_EVERY_HOSTS = 100
 
 
 def main(first: int, count: int, *, trace: bool = False, hosts: int = 0) -> None:
@@ -40,8 +40,8 @@ def _say(line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.unraisablehook = lambda _: None  # for killed processes
-    gc.disable()  # garbage collection must not be part of a history
+    sys.unraisablehook = lambda _: None
+    gc.disable()
     gc.freeze()
     options = sys.argv[1:]
     num_hosts = int(options[options.index("--hosts") + 1]) if "--hosts" in options else 0

@@ -4,8 +4,8 @@
     loop.create_task(work())
     world.run(until=lambda: done, most_s=60)
 
-Each thread's loop runs its handles in order. The seed decides which loop runs next; any loop may
-stall. All randomness comes from `world.random`, so a seed determines the whole history.
+The seed decides which thread's loop runs its next handle; any loop may stall. All randomness comes
+from `world.random`, so a seed determines the whole history.
 """
 
 import asyncio
@@ -21,15 +21,13 @@ from kvhold_lab.simulation.clocks import HostClock
 from kvhold_lab.simulation.descriptors import Descriptors
 from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
 
-_STALL = 0.0008  # chance of a stall before each step of a loop
+_STALL = 0.0008
 _MOST_NOTES = 200_000
 _STEPS_A_LOOK = 20
 _MANY_SCHEDULED = 50_000
 
 
 class Handle:
-    """Like asyncio's handle, without the parts that take time."""
-
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "loop")
 
     def __init__(
@@ -78,14 +76,11 @@ class World:
         self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
         self._keep_notes = keep_notes
         self._loops: list[SimLoop] = []
-        # those that can run: others cost a step nothing
         self._ready: list[SimLoop] = []
-        # those that have handles and stand still, by the time until they do. Also former ones
+        # stalled loops with handles, by time; also former ones
         self._stalled: list[tuple[float, int, SimLoop]] = []
         self._num_stalls = 0
-        self._dead: list[
-            SimLoop
-        ] = []  # kept: their tasks' `finally` clauses must not run during the history
+        self._dead: list[SimLoop] = []
         self._heap: list[tuple[float, int, SimLoop | None, Handle]] = []
         self._most_scheduled = _MANY_SCHEDULED
         self._last = 0
@@ -96,14 +91,14 @@ class World:
         self._outside = SimLoop(self, "outside", 0)  # type: ignore[abstract]
 
     def wall(self) -> float:
-        """Return Unix time, which may jump, by the clock of the host whose loop runs."""
+        """The running host's Unix time, which may jump."""
         running = self._running
         if running is None or running.clock is None:
             return self.wall_offset_s + self.now
         return self.wall_offset_s + self.now + running.clock.wall_ahead_s(self.now)
 
     def clock_ms(self) -> int:
-        """Return the milliseconds of the clock that never jumps, of the host whose loop runs."""
+        """The running host's clock that never jumps."""
         running = self._running
         if running is None or running.clock is None:
             return int(1000 * self.now)
@@ -118,7 +113,6 @@ class World:
         self.note("FINDING %s", text)
 
     def number(self) -> int:
-        """Later events have higher numbers."""
         self._last += 1
         return self._last
 
@@ -129,7 +123,6 @@ class World:
         return loop
 
     def kill(self, loop: "SimLoop") -> None:
-        """End a loop's thread without its cleanup."""
         loop.dead = True
         if loop.is_runnable:
             self.is_idle(loop)
@@ -138,7 +131,7 @@ class World:
         self._dead.append(loop)
 
     def is_ready(self, loop: "SimLoop") -> None:
-        """Note that a loop has handles: an idle one, or one that stood still."""
+        """The loop was idle or stalled, and has handles."""
         if loop.stalled_until > self.now:
             self._num_stalls += 1
             heappush(self._stalled, (loop.stalled_until, self._num_stalls, loop))
@@ -147,7 +140,6 @@ class World:
             self._ready.append(loop)
 
     def is_idle(self, loop: "SimLoop") -> None:
-        """Note that a loop cannot run any more."""
         loop.is_runnable = False
         last = self._ready.pop()
         if last is not loop:
@@ -165,26 +157,25 @@ class World:
             self.random.choice(self._loops).stall(seconds)
 
     def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Handle:
-        """Schedule an event outside all threads: of the network, a disk or a pool."""
         handle = Handle(callback, args, self._outside, contextvars.Context())
         self.schedule(self.now + delay_s, None, handle)
         return handle
 
     def schedule(self, at: float, loop: "SimLoop | None", handle: Handle) -> None:
         heappush(self._heap, (at, self.number(), loop, handle))
-        if len(self._heap) > self._most_scheduled:  # most are deadlines of calls that have ended
+        if len(self._heap) > self._most_scheduled:
             self._heap[:] = [one for one in self._heap if not one[3].is_cancelled]
             heapify(self._heap)
             self._most_scheduled = max(_MANY_SCHEDULED, 2 * len(self._heap))
 
     def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
-        """Draw a delay of about `usual_s`; with probability `slow`, up to `slow_s`."""
+        """About `usual_s`; with probability `slow`, up to `slow_s`."""
         if self.random.random() < slow:
             return self.random.random() * slow_s
         return self.random.expovariate(1 / usual_s)
 
     def run(self, until: Callable[[], bool], *, most_s: float, most_steps: int = 400_000) -> bool:
-        """Return False after `most_s`, or when nothing is left to run."""
+        """False: after `most_s`, or nothing is left to run."""
         end = self.now + most_s
         last_step = self.steps + most_steps
         try:
@@ -204,13 +195,11 @@ class World:
             self.enter(None)
 
     def enter(self, loop: "SimLoop | None") -> None:
-        """Set asyncio's running loop. None: outside all threads."""
         if self._running is not loop:
             self._running = loop
             events._set_running_loop(loop)
 
     def _step(self) -> bool:
-        """Return False when nothing is left."""
         heap, now = self._heap, self.now
         while heap and heap[0][0] <= now:
             _, _, loop, handle = heappop(heap)
@@ -256,7 +245,7 @@ class World:
 
 
 class SimThread:
-    """A thread of its own for slow calls. usual_s: of a call; it may be changed"""
+    """A thread for slow calls. usual_s: of a call; may be changed"""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -270,7 +259,7 @@ class SimThread:
 
 
 class SimTask(asyncio.Task[Any]):
-    """Its hash is its number, so that the order of a set of tasks is part of the history."""
+    """Its hash is its number, so a set's order is part of the history."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any], loop: "SimLoop", **kwargs: Any) -> None:
         self._number = loop.world.number()
@@ -284,12 +273,12 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     world: World
 
     def __init__(self, world: World, name: str, number: int) -> None:
-        """number: larger than those of the loops made before; 0: it never runs"""
+        """number: larger than earlier loops'; 0: it never runs"""
         super().__init__()
         self.world = world
         self.name = name
         self.number = number
-        self.place = 0  # among those that can run
+        self.place = 0
         self.ready: deque[Handle] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.stalled_until = 0.0
@@ -310,7 +299,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
             handle.run()
 
     def waits_until(self, until: float) -> bool:
-        """Whether it has handles, and stands still until this time."""
         return bool(self.ready) and not self.is_runnable and self.stalled_until == until
 
     def stall(self, seconds: float) -> None:
@@ -324,7 +312,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Handle:
-        """Do nothing on a dead loop."""
         handle = Handle(callback, args, self, context or contextvars.copy_context())
         if not self.dead:
             self.add(handle)
@@ -356,7 +343,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
-        """Do the work in one step after a delay. Deliver its result after another delay."""
         future = self.create_future()
 
         def work() -> None:
@@ -385,7 +371,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An uncaught exception is a finding, unless the thread was killed."""
+        """A finding, unless the thread was killed."""
         if not self.dead:
             error = context.get("exception")
             self.world.find(

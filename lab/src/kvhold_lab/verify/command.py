@@ -1,5 +1,3 @@
-"""`kvhold verify`."""
-
 import json
 import os
 import sys

@@ -19,7 +19,7 @@ from kvhold_lab.verify.serving import serve
 
 _collect = gc.collect
 _VOCABULARY_TEXT = 20_000
-_IMAGE_SIDE = 112  # pixels
+_IMAGE_SIDE = 112
 _BEST = 2
 
 
@@ -91,7 +91,7 @@ class VerifyDriver:
         return serve(self._engine, operation)
 
     def reset(self) -> None:
-        """Clear vLLM's prefix cache. Raises RuntimeError when vLLM refuses."""
+        """Raises RuntimeError: vLLM refuses."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM did not reset its prefix cache: it still holds blocks of finished requests"
@@ -143,22 +143,21 @@ class VerifyDriver:
 
 
 def _choice(best: dict[int, Any]) -> Choice:
-    """Return the token and the best other one; vLLM's `logprob` is a logit here."""
+    """The token and the best other one; vLLM's `logprob` is a logit here."""
     (chosen, first), *others = best.items()
     rival, second = max(others, key=lambda item: float(item[1].logprob))
     return Choice(tokens=(chosen, rival), logits=(first.logprob, second.logprob))
 
 
 def _collect_later(generation: int = 2) -> int:
-    """Replace `gc.collect`, which took 88 % of a small engine's time."""
+    """`gc.collect` took 88 % of a small engine's time."""
     return 0
 
 
 def _keep_kernels() -> None:
     """Keep registered kernels for the process's next engine.
 
-    To register them again, vLLM searches every module, and fails on llvmlite, which the connector
-    loads.
+    To register them again, vLLM searches every module, and fails on llvmlite.
     """
     from vllm.platforms import current_platform
 

@@ -1,7 +1,5 @@
-"""vLLM engines in a child process, one after the other.
-
-They share the child because importing vLLM takes longer than starting a small engine. After a
-failure the next engine gets a new child. Used from one thread.
+"""vLLM engines in a child process, one after the other, because importing vLLM is slow. After a
+failure the next engine gets a new child. One thread.
 """
 
 import sys
@@ -24,8 +22,6 @@ from kvhold_lab.verify.messages import Answered, Ask, Serve, Start, Started, Ver
 
 
 class Engines:
-    """Every call raises EngineFailed when the child died, timed out or refused."""
-
     def __init__(
         self, *, timeout_s: float, threads: int, environment: Mapping[str, str] | None = None
     ) -> None:

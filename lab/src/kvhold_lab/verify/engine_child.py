@@ -1,4 +1,4 @@
-"""The child's side of `kvhold_lab.verify.engine`: one engine after the other."""
+"""The child's side of `kvhold_lab.verify.engine`."""
 
 import os
 import sys
@@ -48,4 +48,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # engines leave threads that would block a normal exit
+    os._exit(code)  # engines leave threads that block a normal exit

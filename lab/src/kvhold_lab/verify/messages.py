@@ -1,5 +1,3 @@
-"""Operations and replies of `kvhold verify`'s engines (`engines/protocol.py`)."""
-
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -23,7 +21,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """tokens: the prompt, or the text after its images; images: seeds."""
+    """tokens: the prompt, or the text after its images; images: seeds"""
 
     tokens: list[int]
     adapter: int | None = None
@@ -31,14 +29,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Start(ChildOperation, frozen=True, kw_only=True, tag="start"):
-    """adapters: folders of LoRA adapters."""
-
     engine: dict[str, Any]
     adapters: list[str] = msgspec.field(default_factory=list)
 
 
 class Ask(ChildOperation, frozen=True, kw_only=True, tag="ask"):
-    """Decode a batch greedily past any end-of-text token.
+    """Greedily, past any end-of-text token.
 
     choices: report the two best logits of each token; needs `logprobs_mode` "raw_logits"
     """
@@ -53,7 +49,7 @@ class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     abort:       abort at this stage, or the next later one reached
     abort_after: steps to wait after that stage
-    rules:       the request's `kv_transfer_params` for kvhold
+    rules:       `kv_transfer_params` for kvhold
     """
 
     tokens: list[int]
@@ -67,24 +63,19 @@ class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Serve(ChildOperation, frozen=True, kw_only=True, tag="serve"):
-    """Greedily decode requests that arrive while others run."""
-
     arrivals: list[VerifyArrival]
     margins: bool = False
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The chosen and the best other token, with their logits."""
-
     tokens: tuple[int, int]
     logits: tuple[float, float]
 
 
 class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
-    """The settings that vLLM derived from the arguments.
+    """The settings that vLLM derived.
 
-    block_sizes: tokens of a block, by KV cache group; that of a recurrent group does not limit
-                 prompts
+    block_sizes: tokens of a block, by KV cache group; a recurrent group does not limit prompts
     token_bytes: KV of one token in all layers and workers
     """
 
@@ -101,7 +92,7 @@ class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
 
 
 class Answered(ChildReply, frozen=True, kw_only=True, tag="answered"):
-    """Outputs in order. cached: prompt tokens not computed; num_passes: steps with output."""
+    """cached: prompt tokens not computed; num_passes: steps with output"""
 
     token_ids: list[list[int]]
     cached: list[int]
@@ -111,9 +102,7 @@ class Answered(ChildReply, frozen=True, kw_only=True, tag="answered"):
 
 
 class VerifyServed(ChildReply, frozen=True, kw_only=True, tag="served"):
-    """Results in order.
-
-    ends:       vLLM's `finish_reason` (normally "length"), or "abort"
+    """ends:       vLLM's `finish_reason` (normally "length"), or "abort"
     aborted_in: the stage, or ""
     margins:    each token's lead over the next best, in natural log probability
     names:      the scheduler's request names

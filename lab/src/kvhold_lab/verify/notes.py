@@ -17,11 +17,7 @@ _RECORD_BYTES = _NAME_BYTES + _CONTENT_BYTES + _DIGEST_BYTES
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of all loads.
-
-    compared: blocks whose content was seen computed
-    wrong:    those with other bytes
-    unknown:  blocks whose content was never seen computed
+    """unknown:  blocks whose content was never seen computed
     in_part:  loads that ended within a block, which cannot be compared
     """
 
@@ -36,7 +32,7 @@ class Verdict:
 
 
 class Notes:
-    """One worker's notes. If they lack a name, the other engines' notes are read."""
+    """If one worker's notes lack a name, the other engines' are read."""
 
     def __init__(self, folder: Path, *, worker: int) -> None:
         self._folder = folder
@@ -60,7 +56,7 @@ class Notes:
         return name in self._known
 
     def is_computed(self, group: int, content: bytes, digest: bytes) -> bool:
-        """Whether these bytes were computed. A repetition may compute other bytes."""
+        """A repetition may compute other bytes."""
         name = self._note_name(group, content)
         if digest not in self._known.get(name, ()):
             self._read_others()

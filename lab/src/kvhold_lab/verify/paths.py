@@ -1,5 +1,3 @@
-"""The ways to run a model."""
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +9,7 @@ ITSELF = "{model}"
 
 @dataclass(frozen=True)
 class Path:
-    """One way to run a model.
-
-    is_on:     whether vLLM accepted `engine`
-    config:    kvhold's settings
+    """is_on:     whether vLLM accepted `engine`
     in_pieces: prefill in steps of one and a half blocks
     crowded:   all prompts at once, in too few blocks
     restart:   a second engine loads

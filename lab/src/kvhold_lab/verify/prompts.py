@@ -12,8 +12,6 @@ _CROWD = 6
 
 @dataclass(frozen=True)
 class PromptSizes:
-    """In tokens: largest block, chunk, longest prompt."""
-
     block: int
     chunk: int
     limit: int
@@ -27,10 +25,8 @@ def make_batches(
     num_adapters: int = 0,
     images: bool = False,
 ) -> list[list[Question]]:
-    """Return the batches; the same arguments give the same prompts.
-
-    Requests without an adapter have their own batches: in a mixed batch vLLM's CPU build applies an
-    adapter anyway.
+    """Requests without an adapter have their own batches: vLLM's CPU build applies a mixed batch's
+    adapter to all.
     """
     rng = random.Random(seed)
     lengths = _lengths(sizes)
@@ -63,7 +59,6 @@ def make_batches(
 def make_crowd(
     vocabulary: Sequence[int], sizes: PromptSizes, *, seed: int, num_adapters: int = 0
 ) -> list[list[Question]]:
-    """Return prompts that all need another block at about the same time."""
     rng = random.Random(seed)
     length = crowd_tokens(sizes)
     shared = [rng.choice(vocabulary) for _ in range(sizes.block)]

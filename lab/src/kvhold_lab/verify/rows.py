@@ -1,5 +1,3 @@
-"""Results and their table."""
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -11,9 +9,7 @@ UNSUPPORTED = "unsupported by vLLM"
 
 @dataclass(frozen=True)
 class VerifyRow:
-    """One model in one path.
-
-    kv_exact:     all loaded blocks held the computed bytes; None: none was compared
+    """kv_exact:     all loaded blocks held the computed bytes; None: none was compared
     tokens_equal: all tokens equal those of vLLM alone, except at near ties; None: not run, or no
         proof
     outcome:      "refused": by kvhold; "unsupported": vLLM does not run it, or not reproducibly;

@@ -2,8 +2,8 @@
 
 An engine without a connector gives the reference answers, three times, to find unsteady ones. An
 engine with the connector then answers twice: it stores, then loads. A path fails when a token
-differs, when a loaded block has wrong bytes, or when nothing was loaded. A difference at a near tie
-(`ties.py`) does not fail.
+differs (except at a near tie, `ties.py`), when a loaded block has wrong bytes, or when nothing was
+loaded.
 """
 
 import json
@@ -31,13 +31,11 @@ _CROWD_FITS = 3
 _ARENA_SPARE_BYTES = 64 << 20
 _NODE_OUTLIVES_ENGINES_S = 600.0
 _LOGITS = {"logprobs_mode": "raw_logits"}
-_PATIENT_S = 60.0  # busy cores must not turn a hit into a miss
+_PATIENT_S = 60.0  # busy cores must not cause a miss
 
 
 @dataclass(frozen=True)
 class Subject:
-    """engine: arguments that override the path's."""
-
     name: str
     model: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -46,8 +44,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """kv_memory_bytes: of each worker; config: kvhold's settings."""
-
     dtype: str = "float32"
     max_tokens: int = 8
     max_model_len: int = 4_096
@@ -57,8 +53,6 @@ class VerifySettings:
 
 @dataclass
 class EngineAnswers:
-    """unsteady: questions that the engine does not always answer in the same way"""
-
     started: Started
     token_ids: list[list[int]] = field(default_factory=list)
     choices: list[list[Choice]] = field(default_factory=list)
@@ -95,10 +89,7 @@ class Verification:
         self._references: dict[str, EngineAnswers] = {}
 
     def rows(self) -> Iterator[VerifyRow]:
-        """Yield a row for each path, or one row if vLLM does not run the model.
-
-        Failures are rows, too.
-        """
+        """Failures are rows, too. There is one row if vLLM does not run the model."""
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:
@@ -166,7 +157,6 @@ class Verification:
         return self._references[name]
 
     def _unsteady(self, asked: EngineAnswers, path: Path) -> set[int]:
-        """Return questions that vLLM answers differently from its prefix cache or one by one."""
         again, alone = EngineAnswers(asked.started), EngineAnswers(asked.started)
         self._answer_all(again, path)
         self._engines.reset()
@@ -300,9 +290,8 @@ def judged(
     rounds: list[EngineAnswers],
     verdict: Verdict,
 ) -> VerifyRow:
-    """Return the row. Tokens prove nothing if half of the questions are unsteady.
-
-    They also prove nothing if none differs, but half of the questions are unsteady or tied.
+    """Tokens prove nothing if half of the questions are unsteady, or if none differs but half are
+    unsteady or tied.
     """
     differ: list[str] = []
     tied: dict[str, int] = {}

@@ -12,7 +12,7 @@ _BEST = 2
 
 @dataclass
 class _Live:
-    """reached: steps since the request reached the stage of its abort"""
+    """reached: steps since the stage of the request's abort"""
 
     arrival: VerifyArrival
     name: str = ""
@@ -25,7 +25,6 @@ class _Live:
 
 
 def serve(engine: SteppedEngine, operation: Serve) -> VerifyServed:
-    """Serve the requests. Returns after the connector has saved."""
     requests = [_Live(arrival) for arrival in operation.arrivals]
     coming = deque(sorted(requests, key=lambda live: live.arrival.step))
     running: dict[str, _Live] = {}
@@ -72,7 +71,7 @@ def _add(engine: SteppedEngine, arrival: VerifyArrival, *, margins: bool) -> str
 
 def _take(running: dict[str, _Live], output: Any) -> None:
     live = running.get(output.request_id)
-    if live is None:  # aborted: its last step's output comes late
+    if live is None:
         return
     (answer,) = output.outputs
     live.token_ids = list(answer.token_ids)
@@ -84,7 +83,7 @@ def _take(running: dict[str, _Live], output: Any) -> None:
 
 
 def _margin(best: dict[int, Any]) -> float:
-    """Return the lead over the next best token, in natural log probability."""
+    """The lead over the next best token, in natural log probability."""
     first, second = sorted((token.logprob for token in best.values()), reverse=True)[:_BEST]
     return float(first - second)
 

@@ -1,9 +1,8 @@
 """Check the blocks that KVHoldConnector loads, without using the connector's code.
 
-vLLM's own calls tell the witness which blocks a pass computes and which blocks a load fills. The
-witness takes a digest of each block when the block is whole. After a load it looks for the digest
-among those of blocks that were computed for the same adapter, images and tokens, in this engine or
-an earlier one.
+vLLM's own calls show which blocks a pass computes and a load fills. The witness takes a digest of
+each whole block. A loaded digest must be among those of blocks that were computed for the same
+adapter, images and tokens, in this engine or an earlier one.
 
 The engines of a path share `witness_folder`. Runs on the engine's thread.
 """
@@ -40,8 +39,6 @@ _NO_BLOCK = 0
 
 @dataclass(frozen=True)
 class WitnessHeld:
-    """Blocks of one group. contents: hashes of the expected contents"""
-
     request_id: str
     group: int
     block_ids: list[int]
@@ -50,9 +47,7 @@ class WitnessHeld:
 
 @dataclass
 class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dictates
-    """The connector's metadata of a step, and the blocks to check.
-
-    in_pass: requests whose loads end in this pass; the connector reports other ends
+    """in_pass: requests whose loads end in this pass; the connector reports other ends
     in_part: requests that also load a part of a block, which cannot be compared
     """
 
@@ -170,9 +165,7 @@ def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
 
 @dataclass
 class _Followed:
-    """A running request.
-
-    found_at: computed tokens at the last lookup
+    """found_at: computed tokens at the last lookup
     num_read: by group, blocks read or computed by other requests
     hashes:   by block size, of the expected contents
     """
@@ -215,7 +208,7 @@ class _Watcher:
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if followed is None or tables is None:
                 continue
-            known = min(end, followed.request.num_tokens)  # without speculated tokens
+            known = min(end, followed.request.num_tokens)
             for group, (table, spec) in enumerate(zip(tables, self._specs, strict=True)):
                 first = start // spec.block_size if is_first else followed.num_read[group]
                 whole = known // spec.block_size
@@ -252,7 +245,6 @@ def _one_of(spec: Any) -> Any:
 
 
 def _first_needed(spec: Any, end: int) -> int:
-    """Return the first token that the token at `end` reads."""
     if isinstance(spec, MambaSpec):
         return end - int(spec.block_size)
     if window := getattr(spec, "sliding_window", None):
@@ -263,7 +255,6 @@ def _first_needed(spec: Any, end: int) -> int:
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
-    """Yield (request, start, end, is_first); a resumed request is first, too."""
     for new in output.scheduled_new_reqs:
         start = new.num_computed_tokens
         yield new.req_id, start, start + output.num_scheduled_tokens[new.req_id], True
@@ -278,7 +269,7 @@ def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[bytes]:
-    """Return a hash for each block, over everything that its KV depends on."""
+    """A block's hash covers everything that its KV depends on."""
     request = followed.request
     hashes = followed.hashes.setdefault(block_size, [])
     if len(hashes) < count:
@@ -321,14 +312,13 @@ class _Reader:
         self._in_part |= watched.in_part
 
     def computed(self) -> None:
-        """Note the digests before another request can use the blocks."""
+        """Call this before another request can use the blocks."""
         for held in self._computed:
             for block, content in zip(held.block_ids, held.contents, strict=True):
                 self.notes.computed(held.group, content, self._digest(held.group, block))
         self._computed = []
 
     def loaded(self, failed: set[int]) -> None:
-        """failed: blocks that the connector reports"""
         for request_id in self.ended:
             for held in self._loading.pop(request_id, []):
                 there = [
@@ -366,7 +356,7 @@ def _as_list(tensors: Any) -> "list[torch.Tensor]":
 
 
 def _bytes_of(tensor: "torch.Tensor", block: int, num_blocks: int) -> bytes:
-    """Return the block's part of a layer; kernels may split a block into rows."""
+    """Kernels may split a block into rows."""
     import torch
 
     axes = [

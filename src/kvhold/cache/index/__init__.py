@@ -1,1 +1,1 @@
-"""Finds the hit of a query in memory, and the reason why a chunk is missing."""
+"""Finds a query's hit in memory, and the reason of a miss."""

@@ -1,4 +1,4 @@
-"""Records admissions to memory and removals: as events, and as reasons of later misses."""
+"""Records admissions to memory and removals."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,6 @@ from kvhold.tiers.ram import Entry
 
 class Changes:
     def __init__(self, metrics: Metrics, evictions: EvictionHistory, event_buffer: int) -> None:
-        """event_buffer: the number of latest events to keep; 0: none"""
         self._metrics = metrics
         self._evictions = evictions
         self._log = EventLog(event_buffer) if event_buffer else None
@@ -30,7 +29,6 @@ class Changes:
         return self._log
 
     def note(self, what: str, entry: Entry) -> None:
-        """Record a change that `RamTier.watch` reports."""
         if self._log is not None:
             self._log.add(what, entry)
         if self.tell is not None:

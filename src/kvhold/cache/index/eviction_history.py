@@ -1,7 +1,4 @@
-"""Why and when chunks were removed, for the latest 32768 to 65536 keys.
-
-It takes 7.4 MB, and 88 bytes for each second in which chunks were removed; 13.2 MB at most.
-"""
+"""Why and when the latest 32768 to 65536 chunks were removed; 13.2 MB at most."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +7,7 @@ from typing import NamedTuple
 from kvhold.core.reasons import NEVER_STORED, Reason
 
 LIMIT = 1 << 15
-_SAME_S = 1.0  # removals within this time, for one reason, share one record
+_SAME_S = 1.0  # removals within this time share one record
 
 
 class Removal(NamedTuple):
@@ -19,7 +16,7 @@ class Removal(NamedTuple):
 
 
 class EvictionHistory:
-    """Two generations of records. When the younger one is full, it replaces the older one."""
+    """Two generations of records; the full younger one replaces the older one."""
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -44,7 +41,7 @@ class EvictionHistory:
         return None if removal is None else removal.why
 
     def ago_s(self, key: bytes) -> float | None:
-        """Return the seconds since a chunk's removal, to about a second; None: not recorded."""
+        """None: not recorded."""
         removal = self._find(key)
         return None if removal is None else max(0.0, self._clock() - removal.at_s)
 

@@ -1,7 +1,7 @@
-"""The length of a hit: the longest prefix for which each group has all chunks that it needs.
+"""The longest prefix with all needed chunks of each group.
 
-A group with full attention needs all chunks, one with sliding attention those of the last `window`
-tokens. A state group needs the last chunk only, which represents all earlier tokens. Pure.
+Full attention needs all chunks, sliding attention those of the last `window` tokens, a state group
+the last chunk only. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvhold.cache.chores import Turns
 from kvhold.core.layout import Group, Layout
 
-# (group, number of the chunk or of the tail) -> whether every shard has it
+# (group, number of chunk or tail) -> every shard has it
 Present = Callable[[int, int], bool]
 
 
@@ -23,10 +23,10 @@ def longest_hit_turns(
     *,
     units: int = 1,
 ) -> Turns[tuple[int, int | None]]:
-    """Return `(whole chunks, tail)`; tail: an index or None.
+    """Return `(whole chunks, index of the tail or None)`.
 
     reach:     whole chunks that all full-attention groups have
-    num_whole: whole chunks of the prompt
+    num_whole: the prompt's whole chunks
     has_chunk: for other groups only
     """
     others = [g for g, group in enumerate(layout.groups) if group.attention != "full"]
@@ -57,12 +57,12 @@ def longest_hit_turns(
         gap = yield from first_gap(chunks * layout.tokens_per_chunk)
         if gap is None:
             break
-        chunks = gap  # a hit that ends between the gap and here needs the missing chunk, too
+        chunks = gap
     return chunks, None
 
 
 def needed_chunks(layout: Layout, group: int, num_tokens: int) -> range:
-    """Return the chunks of a group that a hit needs. A tail counts as the last chunk."""
+    """A tail counts as the last chunk."""
     size = layout.tokens_per_chunk
     count = -(-num_tokens // size)
     return range(_first_needed(layout.groups[group], num_tokens, size, count), count)

@@ -1,4 +1,4 @@
-"""Describes in words why a hit ends, for `kvhold explain`."""
+"""The reason of a hit's end in words, for `kvhold explain`."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ _VERBS = {EVICTED: "was evicted", DECLINED: "was not worth its room"}
 
 
 class ExpectedChunk(NamedTuple):
-    """A removed chunk. expected_back_s: see `Policy.expected_back_s`"""
+    """A removed chunk. See `Policy.expected_back_s`"""
 
     key: bytes
     expected_back_s: float
@@ -18,7 +18,6 @@ class ExpectedChunk(NamedTuple):
 def describe(
     reason: Reason, key: bytes, ago_s: float | None, expected: ExpectedChunk | None
 ) -> str:
-    """Describe why a chunk is missing. ago_s: the seconds since its removal"""
     if reason == WHOLE:
         return ""
     if reason not in _VERBS or ago_s is None:

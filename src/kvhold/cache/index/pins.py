@@ -1,11 +1,4 @@
-"""Pins, holds and unpins entries in memory, in steps.
-
-    presence = Presence(query, layout, pins.finder(num_keys, held))
-    yield from pins.pin_turns(entries)
-    pins.unpin(entries)
-
-A pin and a hold keep an entry in place. A pin also counts as a use of the entry. No I/O.
-"""
+"""Pins, holds and unpins entries in memory, in steps. A pin counts as a use, a hold does not."""
 
 from collections.abc import Callable, Iterator
 
@@ -23,10 +16,7 @@ class Pins:
         self._chores = chores
 
     def finder(self, num_keys: int, held: list[Entry]) -> Callable[[bytes], Entry | None]:
-        """Return a function that finds entries in RAM.
-
-        If the call takes several steps, the function holds the entries and adds them to `held`.
-        """
+        """If the finder takes several steps, found entries are held and added to `held`."""
         return self._ram.find if is_short(num_keys) else self._find_and_hold(held)
 
     def pin_turns(self, entries: list[Entry]) -> Turns[None]:
@@ -40,7 +30,7 @@ class Pins:
                 if left:
                     yield len(part)
         finally:
-            if left:  # the caller has closed this generator
+            if left:
                 self.unpin(entries[left:])
 
     def hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:
@@ -52,13 +42,12 @@ class Pins:
                 self._ram.hold_all(part)
                 num_held += len(part)
                 yield len(part) // 4
-        except GeneratorExit:  # the caller has closed this generator
+        except GeneratorExit:
             self.unpin(entries[:num_held])
             raise
         return entries
 
     def unpin(self, entries: list[Entry]) -> None:
-        """Unpin entries. A long list is emptied in the background."""
         if len(entries) <= _MOST_AT_ONCE:
             self._ram.unpin_all(entries)
         else:

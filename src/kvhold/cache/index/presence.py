@@ -1,8 +1,6 @@
 """Which chunks of a query are present: in RAM, arrived, or in the tiers.
 
-    prefix = finish(Presence(query, layout, ram.find).take_turns())      # the longest hit
-
-A chunk that `find` has returned must stay where it is, so the caller pins or holds it.
+The caller holds the chunks that `find` returned.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,12 +22,6 @@ _MOST_ORDERED = 500
 
 @dataclass(frozen=True)
 class Extent:
-    """The length of a hit.
-
-    whole: number of whole chunks
-    tail:  index among the query's tails, or None
-    """
-
     whole: int
     tail: int | None
     tail_tokens: int
@@ -41,7 +33,7 @@ class Extent:
 
 
 class FirstKeys(Sequence[bytes]):
-    """The keys of a query's whole chunks in the first group and shard."""
+    """The whole chunks' keys in the first group and shard."""
 
     def __init__(self, query: Query) -> None:
         self._namespace = query.namespace
@@ -69,7 +61,7 @@ class FirstKeys(Sequence[bytes]):
 
 
 class Need(NamedTuple, Generic[Found]):
-    """One chunk of a hit, in one group and shard. parent: the preceding chunk's key"""
+    """One group's and shard's chunk of a hit. parent: the preceding chunk's key"""
 
     shard: int
     group: int
@@ -82,7 +74,7 @@ class Need(NamedTuple, Generic[Found]):
 
 @dataclass(frozen=True)
 class Prefix(Generic[Found]):
-    """A hit. rows: `{(group, shard): [chunk]}`; None: the hit does not need the chunk"""
+    """rows: `{(group, shard): [chunk]}`; None: not needed"""
 
     extent: Extent
     rows: dict[tuple[int, int], list[Found | None]]
@@ -103,8 +95,6 @@ class Prefix(Generic[Found]):
 
 @dataclass(frozen=True)
 class Gap:
-    """The first missing key. keys: yields the keys of its chunk in all groups and shards"""
-
     key: bytes
     keys: Callable[[], Iterator[bytes]]
 
@@ -126,7 +116,7 @@ class Presence(Generic[Found]):
             for group in range(len(layout.groups))
         ]
         self._runs: dict[tuple[int, int], list[Found]] = {}
-        # chunks outside the runs; they stay here even if they expire
+        # kept even if they expire
         self._seen: dict[bytes, Found] = {}
 
     def extent_turns(self) -> Turns[Extent]:
@@ -145,7 +135,7 @@ class Presence(Generic[Found]):
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
     def take_turns(self) -> Turns[Prefix[Found]]:
-        """Return the longest hit, and keep no reference to its entries."""
+        """Return the longest hit; keep no reference to its entries."""
         extent = yield from self.extent_turns()
         rows: dict[tuple[int, int], list[Found | None]] = {}
         for group in range(len(self._layout.groups)):
@@ -156,16 +146,14 @@ class Presence(Generic[Found]):
         return Prefix(extent, rows)
 
     def remember(self, prefix: Prefix[Found]) -> None:
-        """Take over the full-attention rows of a hit."""
         whole = prefix.extent.whole
         for (group, shard), row in prefix.rows.items():
             if self._layout.groups[group].attention == "full":
                 del row[whole:]
-                # a full-attention row has no None
                 self._runs[group, shard] = row  # type: ignore[assignment]
 
     def shard_rows(self, shard: int, extent: Extent) -> list[list[Found | None]]:
-        """Return the whole chunks of a hit, `[group][chunk]`."""
+        """Return `[group][chunk]`."""
         rows: list[list[Found | None]] = []
         for group in range(len(self._layout.groups)):
             first = needed_chunks(self._layout, group, extent.num_tokens).start
@@ -190,7 +178,6 @@ class Presence(Generic[Found]):
         return needs
 
     def gap(self, extent: Extent) -> Gap | None:
-        """Return the first key missing for a longer hit."""
         if extent.num_tokens == self.asked_tokens:
             return None
         layout = self._layout
@@ -235,7 +222,6 @@ class Presence(Generic[Found]):
         return absent
 
     def _reach_turns(self) -> Turns[int]:
-        """Count the whole chunks that all full-attention groups have."""
         reach = self._num_whole
         for group, geometry in enumerate(self._layout.groups):
             if geometry.attention == "full":

@@ -1,1 +1,1 @@
-"""Chunks between memory and the tiers: promotion, write-behind, re-encoding."""
+"""Chunks between memory and tiers."""

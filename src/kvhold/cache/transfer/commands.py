@@ -20,7 +20,7 @@ class ProbeCommand:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A chunk to read into its reserved entry. layout: None for an opaque frame"""
+    """layout: None: an opaque frame"""
 
     entry: Entry
     layout: Layout | None
@@ -30,9 +30,10 @@ class PendingRead:
 
 @dataclass(frozen=True)
 class FetchCommand:
-    """Read these chunks, roughly in order.
+    """Read chunks, roughly in order.
 
-    -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` later
+    -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` when it no longer writes to
+    the memory
     """
 
     pending_reads: list[PendingRead]
@@ -42,8 +43,8 @@ class FetchCommand:
 class WriteCommand:
     """Write this held entry. -> `written(number)`
 
-    layout: None for an opaque frame, which is written as it is
-    above:  the tier that the chunk was read from: write only to the tiers above it
+    layout: None: an opaque frame
+    above:  write only above this tier, which had the chunk
     """
 
     number: int
@@ -58,7 +59,7 @@ class ClearCommand:
     """Remove all keys with this prefix. -> `cleared(prefix)`
 
     learned: another host has cleared the shared tiers
-    asked_s: Unix time at which memory was cleared; None: now
+    asked_s: Unix time of the clear in memory; None: now
     """
 
     prefix: bytes
@@ -76,11 +77,9 @@ class Space:
 
 @dataclass(frozen=True)
 class ReencodeCommand:
-    """Re-encode a tier's chunks. -> `reencode_progressed(number, progress)`, repeatedly
+    """-> `reencode_progressed(number, progress)`, repeatedly
 
-    spaces:  by namespace digest
-    layouts: by fingerprint
-    keys:    re-encode only these; None: all
+    keys: None: all
     """
 
     number: int
@@ -93,11 +92,7 @@ class ReencodeCommand:
 
 @dataclass(frozen=True)
 class UsedCommand:
-    """Report a lookup to the tiers that have a learning policy. -> `uses.done(command)`
-
-    prompt, value: see `Policy.used`
-    at_s:          time by the policy's clock
-    """
+    """Report a lookup to tiers with a learning policy. -> `uses.done(command)`"""
 
     query: Query
     num_groups: int
@@ -113,8 +108,6 @@ class UsedCommand:
 
 @dataclass(frozen=True)
 class StopCommand:
-    """Stop a re-encoding. -> `reencode_progressed(number, progress)`"""
-
     number: int
 
 

@@ -1,8 +1,6 @@
-"""Makes the frames for the tiers: encodes chunks, and encrypts them for an encrypted tier.
+"""Makes the tiers' frames: encodes and encrypts chunks.
 
-    written = Framer(make_codec("lossless"), keyring).framed(entry, layout, view, options)
-
-Any thread; the work releases the GIL. `write_behind.py` and `reencoder.py` write the frames.
+Any thread; the work releases the GIL.
 """
 
 from collections.abc import Sequence
@@ -36,10 +34,10 @@ class Framer:
     def framed(
         self, entry: Entry, layout: Layout, view: memoryview, store_options: StoreOptions
     ) -> Framed | None:
-        """Return an entry's frame; None without its encryption key. Raises DamagedChunks.
+        """None: no encryption key. Raises DamagedChunks.
 
-        A raw frame has the checksums of the commit, so its reader detects damage. For other codecs,
-        the chunk is checked after encoding, so that a damaged chunk gets no valid frame.
+        A raw frame has the checksums of the commit. With other codecs, the chunk is checked after
+        encoding, so a damaged chunk gets no valid frame.
         """
         checksums = unpack(entry.checksums) or None
         written = self.encoded(
@@ -96,7 +94,6 @@ class Framer:
 
 
 def _on_a_page(parts: Parts) -> Parts:
-    """Copy a raw frame's header to the start of a page, for direct I/O."""
     if len(parts) == 1 or parts[0].obj is parts[1].obj:
         return parts
     header = page_aligned(len(parts[0]))

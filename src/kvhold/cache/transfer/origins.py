@@ -1,9 +1,4 @@
-"""The peers that a search's chunks came from, for `kvhold explain`.
-
-    origins.add(origin, chunk) ... origins.loaded() -> [LoadedChunks("host-b:7711", ...)]
-
-Of each place some runs of chunks are kept, so that a long prompt takes little memory.
-"""
+"""The peers that a search's chunks came from, for `kvhold explain`."""
 
 from dataclasses import dataclass, field
 
@@ -15,8 +10,6 @@ _MOST_RUNS = 16
 
 @dataclass
 class _Place:
-    """runs: [first, last] chunk"""
-
     began_s: float
     ended_s: float
     runs: list[list[int]] = field(default_factory=list)
@@ -27,7 +20,7 @@ class _Place:
             run[0], run[1] = min(run[0], chunk), max(run[1], chunk)
         elif len(self.runs) < _MOST_RUNS:
             self.runs.append([chunk, chunk])
-        else:  # the last run stands for all later chunks, in part
+        else:  # the last run stands for all later chunks
             self.runs[-1][0] = min(self.runs[-1][0], chunk)
             self.runs[-1][1] = max(self.runs[-1][1], chunk)
 
@@ -52,7 +45,6 @@ class Origins:
 
 
 def _joined(runs: list[list[int]]) -> list[list[int]]:
-    """Sort runs, and join those that touch."""
     joined: list[list[int]] = []
     for first, last in sorted(runs):
         if joined and first <= joined[-1][1] + 1:

@@ -20,10 +20,8 @@ class FrameCoding:
 
 @dataclass(eq=False)
 class Write:
-    """An entry to write to some tiers.
-
-    waiting: number of tiers that have not handled it yet
-    stale:   the entry was cleared, so it must not be written
+    """waiting: number of tiers that have not handled it
+    stale:   cleared, so it must not be written
     frames:  made when the first tier is ready
     """
 
@@ -69,7 +67,7 @@ class Outbox:
             await self.ready.wait()
 
     def take(self, most_bytes: int) -> list[Write]:
-        """Take the oldest writes, at most `most_bytes` or one. `finish` ends them."""
+        """Return at most `most_bytes`, or one write. `finish` ends the writes."""
         batch = [self._queue.popleft()]
         left = most_bytes - batch[0].nbytes
         while self._queue and self._queue[0].nbytes <= left:

@@ -1,8 +1,6 @@
-"""The chunks of a node for its peers: pinned in memory by the node's loop, or read by its disks.
+"""Lends a node's chunks to its peers: pinned in memory, or read from its disks.
 
-    async with source.lent(keys, room) as frames: ...   # in the peers' loop
-
-A frame has the checksums that the chunk's writer took, so a follower finds damage.
+A frame has its writer's checksums, so a follower finds damage.
 """
 
 import asyncio
@@ -28,7 +26,6 @@ _Held = list[tuple[Entry, Layout] | None]
 
 class PeerSource:
     def __init__(self, state: CacheState, post: Callable[[Callable[[], None]], None]) -> None:
-        """post: runs a call in the node's loop"""
         self.read_disks: ReadDisks | None = None
         """Set before any call, unless there are no disks."""
         self._state = state
@@ -46,7 +43,7 @@ class PeerSource:
                 for one, most in zip(held, room, strict=True)
             ]
             missing = [at for at, one in enumerate(held) if one is None]
-            # a frame that is not lent must not pin its chunk while the others are sent
+            # a frame that is not lent pins no chunk
             pairs = list(zip(held, frames, strict=True))
             held = [one if frame is not None else None for one, frame in pairs]
             self._let_go([one if frame is None else None for one, frame in pairs])
@@ -56,7 +53,7 @@ class PeerSource:
             self._let_go(held)
 
     def frame_size(self, key: bytes, nbytes: int, num_tokens: int) -> int:
-        """See `SizeOf`. Any thread."""
+        """Any thread."""
         layout = self._state.layout_of(key)
         try:
             return 0 if layout is None else nbytes + _header_bytes(key, layout, num_tokens)
@@ -87,7 +84,7 @@ class PeerSource:
         answer: asyncio.Future[_Held] = loop.create_future()
 
         def deliver(held: _Held) -> None:
-            if answer.done():  # its caller has left
+            if answer.done():
                 self._let_go(held)
             else:
                 answer.set_result(held)
@@ -96,7 +93,7 @@ class PeerSource:
             held = self._state.hold_for_peer(keys)
             try:
                 loop.call_soon_threadsafe(deliver, held)
-            except RuntimeError:  # the peers' loop has ended
+            except RuntimeError:
                 self._release(held)
 
         self._post(hold)

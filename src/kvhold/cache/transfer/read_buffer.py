@@ -1,7 +1,5 @@
 """Receives a tier's frame, checks it and decodes it into the arena.
 
-    buffer = ReadBuffer.of(ram, pending_read, keyring); buffer.accept(nbytes, check=True)
-
 Any thread; the work releases the GIL.
 """
 
@@ -30,7 +28,7 @@ _RAW = Raw()
 
 
 class ReadBuffer:
-    """The buffers of one read. A raw payload without encryption goes directly to the arena."""
+    """One read's buffers. A raw, unencrypted payload goes directly to the arena."""
 
     def __init__(
         self, pending_read: PendingRead, chunk: memoryview, parts: Parts, keyring: Keyring | None
@@ -44,7 +42,7 @@ class ReadBuffer:
     def of(
         cls, ram: RamTier, pending_read: PendingRead, keyring: Keyring | None = None
     ) -> "ReadBuffer":
-        """keyring: of an encrypted tier; an unencrypted value is refused there"""
+        """keyring: of an encrypted tier, whose unencrypted values are refused"""
         entry, layout = pending_read.entry, pending_read.layout
         chunk = ram.view(entry)
         if layout is None:
@@ -53,7 +51,7 @@ class ReadBuffer:
         if keyring is None and pending_read.place.nbytes == header_bytes + entry.nbytes:
             return cls(pending_read, chunk, (page_aligned(header_bytes), chunk), None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
-        # a larger value is a miss; an empty one is a truncated frame
+        # a larger value is a miss; an empty one is truncated
         return cls(
             pending_read,
             chunk,
@@ -62,15 +60,11 @@ class ReadBuffer:
         )
 
     def fits(self, nbytes: int) -> bool:
-        """Whether the entry may have a value of this size; an opaque frame has exactly its size."""
         entry = self.pending_read.entry
         return self.pending_read.layout is not None or nbytes == entry.nbytes
 
     def accept(self, nbytes: int, *, check: bool) -> int:
-        """Check and decode into the arena, and set the entry's checksums.
-
-        Returns the expiry (0: never). Raises FrameError.
-        """
+        """Check and decode into the arena. Return the expiry; 0: never. Raises FrameError."""
         entry, layout = self.pending_read.entry, self.pending_read.layout
         if layout is None:
             return 0
@@ -90,7 +84,7 @@ class ReadBuffer:
             len(self.parts) == 2 and header.codec == RAW and header.header_bytes == len(frame)
         )
         if not in_place:
-            if len(self.parts) == 2:  # the frame has changed since the probe
+            if len(self.parts) == 2:
                 frame = memoryview(b"".join(self.parts))[:nbytes]
             entry.checksums = pack(
                 _decode(header, frame[header.header_bytes :], self._chunk, layout)
@@ -105,10 +99,7 @@ class ReadBuffer:
 def _decode(
     header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout
 ) -> list[int]:
-    """Decode into the arena and return the checksums.
-
-    The checksums are computed outside the arena, where no other process can write.
-    """
+    """Checksums are computed outside the arena, where no other process writes."""
     size = header.layer_bytes
     if header.codec == RAW:
         unframe_payload(header, payload, chunk, layout=layout)

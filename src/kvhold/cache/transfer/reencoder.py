@@ -1,10 +1,7 @@
-"""Re-encodes a tier's chunks with another codec, online.
+"""Re-encodes a tier's chunks with another codec, one at a time, after all other calls to the tier.
 
-It handles one re-encoding, one batch and one chunk at a time. Its calls go after all other calls
-that wait for the tier.
-
-A chunk loses precision once: a lossy frame is re-encoded only with a lossless codec. A lossless
-frame does not show whether its chunk was lossy before.
+A chunk loses precision once: a lossy frame is only re-encoded losslessly. A lossless frame does not
+show whether its chunk was lossy before.
 """
 
 import asyncio
@@ -72,10 +69,8 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A checked frame.
-
-    result:      None: `written` replaces the frame
-    over_budget: a more exact codec than the requested one was used, to keep the error budget
+    """result:      None: `written` replaces the frame
+    over_budget: a more exact codec was used, to keep the error budget
     """
 
     result: Result | None = None
@@ -98,8 +93,6 @@ class _Run:
 
 @dataclass
 class _Ready:
-    """A new frame. before: size in bytes of the frame that it replaces"""
-
     key: bytes
     before: int
     looked: _Looked
@@ -137,7 +130,6 @@ class Reencoder:
             self._report(command.number, tally.so_far(done=True, stopped=stopped))
 
     async def _reencode(self, command: ReencodeCommand, tally: _Tally) -> str | None:
-        """Return why the re-encoding ended early, or None."""
         guard, keyring = self._stack.guards[command.tier], self._keyrings[command.tier]
         codec = await self._in_thread(lambda: make_codec(command.codec))
         run = _Run(command, guard, keyring, codec, _most_bytes(command), tally)
@@ -166,7 +158,6 @@ class Reencoder:
         return None
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
-        """Return the keys of some namespaces, by one scan, which may read the whole index."""
         chosen = KeyList()
         if spaces:
             keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
@@ -183,7 +174,7 @@ class Reencoder:
         there = [(key, size) for key, size in zip(keys, sizes, strict=True) if size is not None]
         if silent:
             self._count(run, "failed", len(keys) - len(there))
-        elif run.command.keys is None:  # a prompt's chunks may never have been stored
+        elif run.command.keys is None:
             self._count(run, "missing", len(keys) - len(there))
         readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]
         self._count(run, "unknown", len(there) - len(readable))
@@ -255,13 +246,12 @@ class Reencoder:
                 )
 
     def _look(self, run: _Run, key: bytes, value: memoryview) -> _Looked:
-        """Check and re-encode one frame, in a thread."""
         space = run.command.spaces[key[:NAMESPACE_BYTES]]
         try:
             return self._reencoded(run, key, space, value)
         except FrameError as fault:
             return _Looked("bad", fault=fault)
-        except LayoutError as error:  # the layout has no such key or number of tokens
+        except LayoutError as error:  # no such key or number of tokens
             return _Looked("bad", fault=FrameError("identity", str(error)))
 
     def _reencoded(self, run: _Run, key: bytes, space: Space, value: memoryview) -> _Looked:
@@ -280,7 +270,7 @@ class Reencoder:
         if 0 < header.expires_at <= self._now():
             return _Looked("missing", expired=True)
         before = find_codec(header.codec)
-        if before is None:  # do not remove: other hosts may have the library
+        if before is None:  # other hosts may have the library
             return _Looked("unknown")
         payload, group = frame[header.header_bytes :], group_of(key, layout)
         if header.codec == run.codec.name or not (before.lossless or run.codec.lossless):
@@ -346,7 +336,6 @@ def _batches(
 
 
 def _most_bytes(command: ReencodeCommand) -> int:
-    """Return a size in bytes that no frame of these layouts exceeds."""
     layouts = [
         *command.layouts.values(),
         *(space.layout for space in command.spaces.values() if space.layout is not None),

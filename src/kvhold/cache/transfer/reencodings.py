@@ -1,7 +1,6 @@
 """Known namespaces, running re-encodings and their owners.
 
-A namespace is known once an engine has registered it or stored chunks. Its digest does not show its
-error budget and tenant. No I/O: `reencoder.py` does the work.
+Engines make a namespace known, because its digest does not show error budget and tenant. No I/O.
 """
 
 from collections import OrderedDict
@@ -25,11 +24,9 @@ _MOST_REENCODINGS = 64
 
 @dataclass(frozen=True)
 class ReencodableTier:
-    """A tier, and whether its chunks can be re-encoded.
-
-    refusal:     why they cannot be
-    lossy_below: name of a lower tier with lossy frames. A chunk that was promoted from there has
-                 lost precision, which its frame here does not show
+    """refusal:     why its chunks cannot be re-encoded
+    lossy_below: a lower tier with lossy frames. Chunks promoted from there have lost precision,
+        which their frames here do not show
     """
 
     number: int
@@ -56,9 +53,9 @@ class Reencodings:
     def __init__(self, give_command: Callable[[Command], None]) -> None:
         self.tiers: dict[str, ReencodableTier] = {}
         self._give_command = give_command
-        # the latest is last; each value has the strictest budget seen so far
+        # latest last; with the strictest budget so far
         self._known: OrderedDict[bytes, Space] = OrderedDict()
-        self._shared: set[bytes] = set()  # registered with several tenants
+        self._shared: set[bytes] = set()
         self._running: dict[int, _Running] = {}
 
     def __len__(self) -> int:
@@ -79,12 +76,11 @@ class Reencodings:
             self._shared.discard(oldest)
 
     def within_budget(self, namespace: bytes, store_options: StoreOptions) -> StoreOptions:
-        """Return the options with the budget of a known namespace, where that is stricter."""
         known = self._known.get(namespace)
         return store_options if known is None else _within(store_options, known.store_options)
 
     def layout_of(self, namespace: bytes) -> Layout | None:
-        """Return a known namespace's layout. Any thread."""
+        """Any thread."""
         known = self._known.get(namespace)
         return None if known is None else known.layout
 
@@ -95,7 +91,7 @@ class Reencodings:
         request: ReencodeRequest,
         layouts: Mapping[bytes, Layout],
     ) -> None:
-        """Begin a re-encoding. Raises ConfigError."""
+        """Raises ConfigError."""
         tier = self._tier(request.tier)
         check_codec(request.codec)
         if tier.lossy_below is not None and request.codec not in LOSES_NOTHING:

@@ -1,5 +1,3 @@
-"""The state of one search (`searches.py`)."""
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
@@ -19,28 +17,19 @@ from kvhold.tiers.table import KeyTable
 
 @dataclass(eq=False)
 class Search:
-    """One lookup or prefetch that needs the tiers. owner: None without a waiting request.
+    """A lookup or prefetch that needs the tiers. owner: None without a waiting request.
 
-    here:         the hit made of `pinned`
-    awaited:      keys of its reads in progress
-    probing:      the tiers have not answered
-    requesting:   its next reads are being chosen
-    settling:     its hit is being computed
-    places:       where the tiers have the missing chunks
-    silent:       why some tier did not answer; None: all did
-    unknown:      keys about which a tier does not know, each with the reason
-    sources:      the tier of each chunk that has arrived
-    origins:      the peers that chunks came from
-    faults:       why a chunk did not arrive
-    sample:       it loads one chunk, to measure the tier
-    hurried:      it ends early, because computing is faster
-    idle:         it loads nothing: the hit is not longer than `have_tokens`, even with the tiers
-    missing:      the first chunk that memory lacked, if it was expected back
-    intent:       what the caller does about missing chunks
-    wait:         a wait for chunks that another engine computes; the tiers are probed after it
-    futile:       number of waits that brought nothing
-    waited_s:     seconds of all waits
-    is_announced: the caller has announced to compute what is missing
+    here:       the hit made of `pinned`
+    awaited:    keys of its reads in progress
+    requesting: its next reads are being chosen
+    settling:   its hit is being computed
+    silent:     why some tier did not answer
+    unknown:    keys that a tier could not answer, with reasons
+    sample:     it loads one chunk, to measure the tier
+    hurried:    it ends early, because computing is faster
+    idle:       even with the tiers, the hit is not longer than `have_tokens`
+    missing:    the first chunk missing in memory, if it is expected back
+    futile:     number of waits that brought nothing
     """
 
     owner: Hashable
@@ -99,7 +88,7 @@ class Search:
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
     def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | TierPlace]":
-        """Return the presence in RAM and tiers. Failed and awaited chunks count as absent."""
+        """Failed and awaited chunks count as absent."""
 
         def anywhere(key: bytes) -> Entry | TierPlace | None:
             lost = key in self.faults or key in self.awaited

@@ -1,12 +1,7 @@
 """Loads a prompt's chunks from lower tiers, and pins them on arrival.
 
-    searches.begin_turns(number, search, ...) # requests a probe
-    searches.probed(number, places)           # reserves memory; requests the reads
-    searches.fetched(entry, ok)               # the last read ends the search
-    search = searches.take(number)
-
-One read serves all searches that need its chunk. The chunk enters RAM even if its searches were
-released. Between two steps, a search may be taken or cleared. No I/O.
+One read serves all searches for its chunk, which enters RAM even if they were released. Between two
+steps, a search may be taken or cleared. No I/O.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +31,7 @@ from kvhold.tiers.stack import TierPlace
 
 _MOST_PINS = 64  # per step
 _MOST_RESERVED = 16  # per step
-_MOST_PER_COMMAND = 250  # keys
+_MOST_PER_COMMAND = 250
 
 
 @dataclass
@@ -47,12 +42,9 @@ class _Coming:
 
 @dataclass
 class _Survey:
-    """Where the chunks of a prefix are, and their sizes.
-
-    nbytes:  `[chunk]`
-    slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
+    """slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
-    coming:  `{tier: chunk}`, the first chunk with a read in progress
+    coming:  `{tier: chunk}`, the first with a read in progress
     """
 
     nbytes: list[int]
@@ -113,18 +105,15 @@ class Searches:
 
     @property
     def num_arriving(self) -> int:
-        """The number of chunks being read, or given up while a tier still uses their memory."""
         return len(self._coming) + len(self._given_up)
 
     def may_begin(self, query: Query) -> bool:
-        """Return whether the query's namespace is not being cleared in the tiers."""
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
     def begin_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[None]:
-        """Pin the present chunks, and probe the tiers for the missing ones.
+        """Pin present chunks, and probe the tiers for missing ones, after a wait if any.
 
-        search: new; if it waits, the tiers are not probed before `resume_turns`
-        prefix: the caller holds its entries until the last step; then the search pins them
+        prefix: the caller holds its entries until the last step
         """
         search.began_s, search.probing = self._planner.clock(), search.wait is None
         self._searches[number] = search
@@ -140,7 +129,7 @@ class Searches:
         presence = Presence(search.query, search.layout, self._find_or_coming)
         keys = yield from presence.missing_turns()
         if self._searches.get(number) is not search:
-            return  # the search was released during these steps
+            return
         if keys:
             self._give_command(ProbeCommand(number, keys))
         else:
@@ -148,10 +137,6 @@ class Searches:
             yield from self._request_turns(number, search)
 
     def resume_turns(self, number: int, search: Search, *, has_tiers: bool) -> Turns[None]:
-        """Pin what has come to memory during a wait, then probe the tiers for the rest.
-
-        The caller has set `requesting`, so that the search is not over.
-        """
         held: list[Entry] = []
         try:
             self._unpin_cleared(search)
@@ -184,7 +169,6 @@ class Searches:
             search.requesting = False
 
     def _unpin_cleared(self, search: Search) -> None:
-        """Leave out the chunks that were cleared during a wait."""
         cleared = [entry for entry in search.pinned.values() if self._ram.is_doomed(entry)]
         if cleared:
             for entry in cleared:
@@ -233,7 +217,7 @@ class Searches:
         self._run(self._request_turns(number, search), search.num_keys)
 
     def _request_turns(self, number: int, search: Search) -> Turns[None]:
-        held: list[Entry] = []  # found entries, which must not be evicted before they are pinned
+        held: list[Entry] = []
         pending_reads: list[PendingRead] = []
         search.marks.plan = None
         try:
@@ -266,7 +250,7 @@ class Searches:
                     pending_reads = []
                 if not has_room:
                     search.forgo_more()
-                    break  # later chunks are useless without this one
+                    break
                 yield 16 * len(needs)
             yield from prefix.empty_turns()
         finally:
@@ -292,7 +276,7 @@ class Searches:
         needs: Sequence[Need[Entry | TierPlace]],
         pending_reads: list[PendingRead],
     ) -> bool:
-        """Request reads of the missing chunks. Return False if one could not be reserved."""
+        """False: a chunk could not be reserved."""
         for need in needs:
             if need.key in search.pinned:
                 continue
@@ -358,15 +342,12 @@ class Searches:
         if key in search.pinned or self._ram.find(key) is not None:
             return IN_RAM
         place = search.places.get(key)
-        return place.tier if place is not None else IN_RAM  # it was in RAM and has just expired
+        return place.tier if place is not None else IN_RAM
 
     def _finder_anywhere(
         self, search: Search, held: list[Entry]
     ) -> Callable[[bytes], Entry | TierPlace | None]:
-        """Return a function that finds chunks in RAM, in reads in progress and in the tiers.
-
-        held: receives the entries in RAM that were found; they are held
-        """
+        """held: receives found entries in RAM, which are held"""
 
         def find(key: bytes) -> Entry | TierPlace | None:
             entry = self._find_or_coming(key)
@@ -388,7 +369,6 @@ class Searches:
         why: Reason = TIER_DOWN,
         origin: Origin | None = None,
     ) -> None:
-        """End a read. why: the reason of a failure"""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=ok)
         if ok:
@@ -416,7 +396,7 @@ class Searches:
         self._update_searches(coming, entry, why_not, origin)
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read. It may still write to the entry's memory until `let_go`."""
+        """See `FetchCommand`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
@@ -428,7 +408,6 @@ class Searches:
         self._ram.abandon(entry)
 
     def take(self, number: int) -> Search:
-        """Remove a search. The caller takes over its pins."""
         return self._searches.pop(number)
 
     def clear(self, prefix: bytes) -> None:
@@ -467,7 +446,7 @@ class Searches:
     def _reserve(
         self, search: Search, need: Need[Entry | TierPlace], place: TierPlace | None
     ) -> PendingRead | None:
-        # an engine is writing the chunk, or a given-up read still uses its memory
+        # an engine writes the chunk, or a given-up read still uses its memory
         if place is None or self._ram.holds(need.key):
             stuck = any(entry.key == need.key for entry in self._given_up)
             self._withdraw(search, need.key, DEADLINE if stuck else BEING_WRITTEN)
@@ -489,7 +468,6 @@ class Searches:
         search.faults[key] = why
 
     def _pin(self, search: Search, entries: Sequence[Entry]) -> None:
-        """Pin the last entry first (see `Reservations.commit_turns`)."""
         fresh = {entry.key: entry for entry in reversed(entries) if entry.key not in search.pinned}
         self._ram.pin_all(list(fresh.values()))
         for key, entry in fresh.items():
@@ -503,7 +481,6 @@ class Searches:
 def sources_turns(
     prefix: Prefix[Entry], search: Search, names: Sequence[str]
 ) -> Turns[dict[str, int]]:
-    """Count a hit's tokens by source. A chunk counts for the lowest tier that it came from."""
     slowest, find = list[int](), search.sources.get
     for column in prefix.columns():
         below = [

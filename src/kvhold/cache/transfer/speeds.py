@@ -1,7 +1,7 @@
-"""The speed of a tier, learned from the reads of requests.
+"""The speed of a tier, learned from requests' reads.
 
-Bytes are counted as in memory, so the speed includes a codec's ratio and speed. All times come from
-one monotonic clock. Pure.
+Bytes count as in memory, so a codec's ratio and speed are included. All times are of one monotonic
+clock. Pure.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,25 @@ import numpy as np
 from kvhold.core.estimates import Estimate
 from kvhold.core.planning import Floats, Ints
 
-_PIECE_S = 1.0  # a piece is cut when it is this long
-_TOGETHER_S = 0.001  # reads that end this close together ended in one call
-_GROWTH = 8  # at most this many times the largest measured piece is requested at once
-_LATE = 1.5  # a read is late when it takes this many times its estimate
-_ALIKE = 2  # up to this ratio, reads count as one size
-# a new tier's read is expected to take this many times its silence, so no wait for the tier takes
-# more than an eighth of the computing time
+_PIECE_S = 1.0
+_TOGETHER_S = 0.001  # reads that end this close together were one call
+_GROWTH = 8  # request at most this many times the largest measured piece
+_LATE = 1.5
+_ALIKE = 2  # reads within this ratio have one size
+# a new tier's read may take this many times its silence, so a wait for the tier takes at most an
+# eighth of the computing time
 _DOUBT = 8
-_FEW = 3  # fewer reads do not separate the costs per call and per byte
+_FEW = 3  # fewer reads do not separate costs per call and byte
 _STALE_S = 30.0
-# a sample waits this many times the last read's time, so samples take at most 1/20 of the time
+# pause, in durations of the last read, so samples take at most 1/20 of the time
 _STALE_READS = 20.0
 
 
 @dataclass
 class _Piece:
-    """A measured stretch of reads without a pause.
+    """Reads without a pause.
 
-    call:  1 if the tier was idle before, so that the time includes a call's cost; else 0
-    whole: no read failed
+    call:  1 if the tier was idle before, so the time includes a call's cost; else 0
     """
 
     began_s: float
@@ -45,7 +44,7 @@ class TierSpeed:
         self.ended_bytes = 0
         self._estimate = Estimate(2)
         self._piece: _Piece | None = None
-        self._last_s = -np.inf  # last end of a read, or request to an idle tier
+        self._last_s = -np.inf
         self._last_took_s = 0.0
 
     @property
@@ -54,17 +53,15 @@ class TierSpeed:
 
     @property
     def costs(self) -> tuple[float, float] | None:
-        """Seconds per call, and per byte."""
         costs = self._estimate.costs
         return (costs[0], costs[1]) if costs is not None else None
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes to request at once: estimates hold only near measured sizes."""
+        """Limit requests: estimates hold only near measured sizes."""
         return int(_GROWTH * self._estimate.most(1))
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether to sample the tier. Samples correct a bad estimate."""
         idle = self.requested_bytes == self.ended_bytes
         return idle and now_s - self._last_s > max(_STALE_S, _STALE_READS * self._last_took_s)
 
@@ -74,7 +71,6 @@ class TierSpeed:
         self.requested_bytes += nbytes
 
     def ended(self, nbytes: int, now_s: float, *, ok: bool = True) -> None:
-        """End a read. A failure says nothing about speed."""
         piece = self._piece
         assert piece is not None and self.ended_bytes < self.requested_bytes, (
             "a read ended that was not requested"
@@ -91,7 +87,7 @@ class TierSpeed:
             self._piece = None
 
     def wait_s(self, nbytes: Ints) -> Floats:
-        """Return [n] seconds until `nbytes` [n] more bytes arrive; 0 if unknown."""
+        """Return [n] seconds until `nbytes` [n] more bytes arrive; 0: unknown."""
         costs = self._estimate.costs
         if costs is None:
             return np.zeros(len(nbytes))
@@ -102,9 +98,9 @@ class TierSpeed:
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
         """Return the seconds until `ended_bytes` reaches `until_bytes`, plus `more_bytes`.
 
-        A late read is expected to take as long again as the tier has been silent. The factor is
-        eight if few reads were measured, or if far more bytes are left than any read had. Then
-        `slowest_byte_s` limits the time, unless the read is late by that, too.
+        A late read is expected to take as long again as the tier's silence; eight times that after
+        few measurements, or far beyond measured sizes. `slowest_byte_s` limits that, unless the
+        read exceeds it, too.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -131,18 +127,13 @@ class TierSpeed:
         return self._estimate.num_measured < _FEW
 
     def _is_far_beyond(self, nbytes: int) -> bool:
-        """Whether an estimate from reads of one size says nothing about `nbytes`.
-
-        Reads of one size do not separate the costs per call and per byte.
-        """
+        """Whether reads of one size say nothing about `nbytes`."""
         most, least = self._estimate.most(1), self._estimate.least(1)
         return most < _ALIKE * least and nbytes > _ALIKE * most
 
     def _byte_s(self, call_s: float, byte_s: float) -> float:
-        """Return the seconds per outstanding byte.
-
-        Only a new tier's estimate includes a slow current piece. For a known tier the piece
-        misleads: the first of concurrent calls ends late, and the others end right after it.
+        """Only a new tier's estimate includes a slow current piece: of concurrent calls, the first
+        ends late and the others right after it.
         """
         piece = self._piece
         if piece is None or not piece.nbytes or not self._is_new:

@@ -1,5 +1,3 @@
-"""The running tasks of one owner. A failed task is logged; the others continue."""
-
 import asyncio
 import logging
 from collections.abc import Coroutine
@@ -7,7 +5,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-LEAVE_S = 5.0  # the longest wait for cancelled tasks, which are then abandoned
+LEAVE_S = 5.0
 
 
 class Tasks:
@@ -24,7 +22,7 @@ class Tasks:
         return task
 
     async def end(self) -> None:
-        """Cancel all tasks, and wait for at most `LEAVE_S`."""
+        """Wait for at most `LEAVE_S`."""
         for task in self._running:
             task.cancel()
         if self._running:

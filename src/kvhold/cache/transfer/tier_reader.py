@@ -1,10 +1,6 @@
-"""Reads chunks from the tiers into memory, checks them, and reports each to its owner.
+"""Reads chunks from tiers into memory, checks them, and reports each to its owner.
 
-    reader = TierReader(owner, stack, ...)
-    reader.fetch(command)    # starts one task for each batch
-
-Runs in one event loop; a pool checks and decodes frames. A bad or expired frame is removed
-from its tier.
+Runs in one event loop; a pool checks and decodes.
 """
 
 import asyncio
@@ -51,10 +47,10 @@ class ReadOwner(Protocol):
         why: Reason = TIER_DOWN,
         origin: Origin | None = None,
     ) -> None:
-        """End a read. It no longer writes to the entry's memory. expires_at: 0: never"""
+        """The read no longer writes to the memory. expires_at: 0: never"""
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read. It may still write to the entry's memory until `let_go`."""
+        """The read failed and may still write to the memory until `let_go`."""
 
     def let_go(self, entry: Entry) -> None: ...
 
@@ -74,8 +70,8 @@ class TierReader:
         checking: Executor | None = None,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        """keyrings: one per tier; None: not encrypted. Empty: no tier is encrypted
-        checking: the pool that checks and decodes; None: all entries are opaque frames
+        """keyrings: one per tier; None: not encrypted. Empty: no tier is
+        checking: pool that checks and decodes; None: all entries are opaque frames
         post:     runs a call under the owner's lock, or in its loop
         """
         self._owner = owner
@@ -88,7 +84,6 @@ class TierReader:
         self._post = post
 
     def fetch(self, command: FetchCommand) -> None:
-        """Start to read chunks, a batch at a time from each tier."""
         by_tier: dict[int, list[PendingRead]] = {}
         for pending_read in command.pending_reads:
             by_tier.setdefault(pending_read.place.tier, []).append(pending_read)
@@ -155,13 +150,12 @@ class TierReader:
                 id(one.read_buffer.pending_read): BAD_FRAME if one.fault is not None else EXPIRED
                 for one in arrived
             }
-            # so that the next lookup does not find it
             await self._remove_bad(guard, arrived)
-        # the tier may still use the memory, so it must not be reused
+        # the tier may still use the memory
         except asyncio.CancelledError:
             self._tell_given_up(left)
             raise
-        finally:  # in every case: no search waits for ever, no memory is lost
+        finally:  # no search waits for ever, no memory is lost
             self._tell_fetched(
                 [
                     (pending_read.entry, why.get(number, TIER_DOWN))
@@ -170,7 +164,7 @@ class TierReader:
             )
 
     async def _resized(self, guard: Guard, missed: list[PendingRead]) -> dict[int, PendingRead]:
-        """Return, by `id`, the missed chunks that were re-encoded since the probe."""
+        """Return, by `id`, missed chunks that were re-encoded since the probe."""
         sizes = (
             await guard.probe([pending_read.entry.key for pending_read in missed]) if missed else []
         )
@@ -251,8 +245,6 @@ class TierReader:
         ended: Sequence[tuple[Entry, int | Reason]],
         origins: Mapping[Entry, Origin | None] = {},
     ) -> None:
-        """Report reads, each with its expiry (0: never) or its fault."""
-
         def tell() -> None:
             for entry, outcome in ended:
                 if isinstance(outcome, Reason):
@@ -265,7 +257,7 @@ class TierReader:
 
 
 async def remove(guard: Guard, keys: list[bytes]) -> None:
-    """Remove keys from a tier. Does nothing if the tier's settings say `read_only`."""
+    """Does nothing with the setting `read_only`."""
     if not guard.config.read_only:
         async with guard.gate.turn(Urgency.DELETE):
             await guard.delete(keys)

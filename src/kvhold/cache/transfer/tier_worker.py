@@ -1,11 +1,7 @@
-"""Moves chunks between the arena and the tiers: probes, reads, writes behind, clears.
+"""Moves chunks between arena and tiers: probes, reads, writes behind, clears.
 
-    worker = TierWorker(state, stack, metrics, post)   # a thread with its own event loop
-    worker.submit(state.take_commands())               # never blocks
-    post(lambda: state.fetched(entry, True))           # runs under the state's lock or in its loop
-
-`TierReader` checks a frame before its chunk becomes visible. Raw payloads move without a copy.
-Thread pools encode and check frames; that work releases the GIL.
+A thread with its own event loop. `submit` never blocks; results reach the state through `post`,
+under its lock or in its loop.
 """
 
 import asyncio
@@ -80,24 +76,21 @@ class TierWorker:
         loop: asyncio.AbstractEventLoop | None = None,
         journal: ClearsJournal | None = None,
     ) -> None:
-        """loop:    the loop to run in, without a thread; the caller awaits `end`, not `close`
-        journal: keeps the pending clears of tiers
-        """
+        """loop: to run in, without a thread; the caller awaits `end`, not `close`"""
         self._journal = journal
-        # prefixes that another host has cleared and this host has not cleared yet, with a count
+        # prefixes cleared by another host and not yet here, with a count
         self._barred: dict[bytes, int] = {}
         self._state = state
         self.ram = state.ram
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        # separate pools: requests wait for checks, so encoding must not delay them
+        # separate pools: requests wait for checks, but not for encoding
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
         self._learning = list(learning_tiers(stack).values())
         self._uses = deque[UsedCommand]()
-        # namespaces that are new in memory
         self._new_spaces = deque[bytes]()
         if self._shared:
             self.ram.new_namespaces = self._new_spaces
@@ -110,7 +103,6 @@ class TierWorker:
             self, stack.guards, metrics, codings=self._codings, encoding=self._encoding
         )
         self._pending_clears: set[asyncio.Task[Any]] = set()
-        # codecs, compiled at the start because that is slow
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
@@ -133,7 +125,6 @@ class TierWorker:
             checking=self._checking,
             post=post,
         )
-        # runs before any command
         self._loop.call_soon(self._begin)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvhold-tiers", daemon=True)
@@ -169,7 +160,6 @@ class TierWorker:
         return codec not in self._compiling or self._compiling[codec].done()
 
     def close(self, *, drain_timeout_s: float) -> None:
-        """Write queued chunks within `drain_timeout_s`, then end."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +173,7 @@ class TierWorker:
         """Like `close`, but leave the loop running."""
         self._closed = True
         await self._write_behind.drain(drain_timeout_s)
-        if self._pending_clears:  # they must be in the journal for the next node
+        if self._pending_clears:  # kept in the journal for the next node
             await asyncio.wait(self._pending_clears, timeout=LEAVE_S)
         await asyncio.gather(self._write_behind.end(), self._tasks.end())
         await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=LEAVE_S)
@@ -233,7 +223,7 @@ class TierWorker:
                         self._tasks.start(self._learn_uses())
                 case ClearCommand(prefix=prefix):
                     if not command.learned:
-                        self._write_behind.drop(prefix)  # now, because later writes stay
+                        self._write_behind.drop(prefix)  # later writes stay
                     writing = self._write_behind.writing(prefix)
                     beginning = self._loop.create_task(self._begin_clear(command, writing))
                     self._pending_clears.add(beginning)
@@ -259,9 +249,8 @@ class TierWorker:
         )
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
-        """Apply other hosts' clears before a probe, because a disk may still have older chunks.
-
-        If a shared tier is down, the disk is probed without its clears.
+        """Apply other hosts' clears, because a disk may have older chunks. Without the shared tier,
+        the disk is probed without its clears.
         """
         spaces = list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
         for guard in self._shared:
@@ -280,9 +269,9 @@ class TierWorker:
     def read_for_peer(
         self, keys: Sequence[bytes], room: Sequence[int]
     ) -> "Future[list[Parts | None]]":
-        """Read frames from this host's own disks for another node. Any thread.
+        """Read frames from this host's disks. Any thread.
 
-        None: there is no such frame, or it is larger than its room.
+        None: no such frame, or larger than its room.
         """
         return asyncio.run_coroutine_threadsafe(self._read_for_peer(keys, room), self._loop)
 
@@ -302,7 +291,7 @@ class TierWorker:
             }
             if not buffers:
                 continue
-            async with guard.gate.turn(Urgency.WRITE):  # this host's requests come first
+            async with guard.gate.turn(Urgency.WRITE):
                 outcome = await guard.get(
                     [keys[at] for at in buffers], [(buffer,) for buffer in buffers.values()]
                 )
@@ -336,7 +325,7 @@ class TierWorker:
         self._post(lambda: self._state.remove_damaged([entry], "writer"))
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
-        """Do nothing: a clear stays pending until the writes that began before it have ended."""
+        """A clear stays pending until writes that began before it have ended."""
 
     def _reencode_progressed(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
@@ -345,7 +334,7 @@ class TierWorker:
         del self._reencodings[number]
 
     def _learn(self, prefix: bytes) -> None:
-        """Drop writes of chunks from before another host's clear, even if queued later."""
+        """Drop writes from before another host's clear, even if queued later."""
         log.info("another host has cleared %s", prefix.hex() or "everything")
         self._barred[prefix] = self._barred.get(prefix, 0) + 1
         self._write_behind.spoil(prefix)
@@ -358,21 +347,18 @@ class TierWorker:
         return self._holds(space) or len(self._shared) < len(self._stack.guards)
 
     def _holds(self, space: bytes) -> bool:
-        """Whether memory has chunks of a namespace, reserved ones too."""
+        """Reserved chunks count, too."""
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:
-        """Register some new namespaces with the shared tiers, to notice their clears.
-
-        An engine that only stores needs this, because no lookup probes its namespace.
-        """
+        """An engine that only stores needs this: no lookup probes its namespace."""
         for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
             space = self._new_spaces.popleft()
             for guard in self._shared:
                 guard.use(space)
 
     def _announce(self, prefix: bytes) -> None:
-        if prefix not in self._barred:  # else another clear is under way
+        if prefix not in self._barred:
             for guard in self._shared:
                 if isinstance(guard.tier, KeepsClears):
                     guard.tier.announce(prefix)
@@ -382,7 +368,6 @@ class TierWorker:
 
     async def _refresh(self, guard: Guard) -> None:
         while True:
-            # a periodic task, cancelled at the end
             await asyncio.sleep(guard.config.clears_check_s)
             while self._new_spaces:
                 self._use_new_spaces()
@@ -394,7 +379,7 @@ class TierWorker:
         """Journal other hosts' clears, after the pending clears that they begin."""
         if self._journal is None:
             return
-        async with self._remembering:  # else an earlier call may write its older numbers last
+        async with self._remembering:  # else an earlier call may write older numbers last
             numbers = {guard.place: guard.generations for guard in self._shared}
             for guard in self._stack.guards:
                 await guard.remember()
@@ -403,19 +388,17 @@ class TierWorker:
     async def _begin_clear(
         self, command: ClearCommand, writing: list[tuple[Outbox, set[Write]]]
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
-        """Journal a clear. Return the writes in progress, and the tiers' pending clears."""
+        """Return the writes in progress, and the tiers' pending clears."""
         pending_clears = await self._stack.begin_clear(
             command.prefix, shared=not command.learned, asked_s=command.asked_s
         )
         for guard, pending_clear in pending_clears:
-            if (
-                pending_clear.prefix != command.prefix
-            ):  # it replaces earlier clears, which may still wait for writes
+            if pending_clear.prefix != command.prefix:  # it replaces earlier clears of the prefix
                 writing += self._write_behind.writing(pending_clear.prefix, guard)
         return writing, pending_clears
 
     async def _clear(self, command: ClearCommand, beginning: "asyncio.Task[Any]") -> None:
-        """Clear the tiers after the journal has the clear, so that a restart does not lose it."""
+        """The journal comes first, so that a restart does not lose the clear."""
         try:
             writing, pending_clears = await asyncio.shield(beginning)
             await self._write_behind.wait_for(writing)
@@ -437,11 +420,7 @@ def make_tier_worker(
     clears_file: Path | None = None,
     tell_disks: Callable[[bytes, int], None] | None = None,
 ) -> TierWorker | None:
-    """Return None without tiers. Raises ConfigError.
-
-    clears_file: the journal's path if `config.clears_file` is not set
-    tell_disks:  see `ValueChanges`; of the tiers that `read_for_peer` reads
-    """
+    """Return None without tiers. Raises ConfigError."""
     if not config.tiers:
         return None
     metrics = Metrics()
@@ -475,14 +454,13 @@ def make_tier_worker(
 
 
 def _own_values(guard: Guard) -> ValueChanges | None:
-    """Return the changes of a tier whose frames this host may pass on; None: of another tier."""
     if guard.traits.shared or guard.config.encrypt or not isinstance(guard.tier, TellsChanges):
         return None
     return guard.tier.changes
 
 
 def _teach(stack: Stack, state: CacheState, policy: str) -> None:
-    """Let tiers with `policy=learned` learn from memory's policy. Raises ConfigError."""
+    """Raises ConfigError."""
     for name, tier in learning_tiers(stack).items():
         learned = state.ram.policy
         if not isinstance(learned, LearnedPolicy):
@@ -496,10 +474,6 @@ def _teach(stack: Stack, state: CacheState, policy: str) -> None:
 
 
 def _check_coding(guard: Guard, config: Config) -> None:
-    """Raises ConfigError for an unusable codec, or encryption without a key.
-
-    Only warns of a lossy codec that the rules do not allow: each engine has its own rules.
-    """
     try:
         check_codec(guard.config.codec)
     except ConfigError as error:

@@ -1,11 +1,6 @@
-"""The bounded queue of lookups that are reported to the tiers with `policy=learned`.
+"""The bounded queue of lookups for tiers with `policy=learned`.
 
-    uses.add(query, layout, prompt, value)               # the state: gives a UsedCommand, or drops
-    for keys, are_whole in keys_of(command): ...         # the tier worker
-    uses.done(command)
-
-A full queue drops lookups and never delays them. Each counter has one writer: the state's thread
-counts added keys, the tier worker's thread counts done ones. No I/O.
+A full queue drops lookups. Each counter has one writing thread. No I/O.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +12,8 @@ from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.policies.reuse_times import Worths
 
-_MOST_WAITING = 1 << 18  # keys
-_MOST_KEYS = 250  # at once
+_MOST_WAITING = 1 << 18
+_MOST_KEYS = 250
 
 
 class UseQueue:
@@ -30,13 +25,9 @@ class UseQueue:
         self._num_done = 0
 
     def begin(self, worths: Worths) -> None:
-        """Begin to queue lookups. worths: of any tier; gives the policy's time"""
         self._worths = worths
 
     def add(self, query: Query, layout: Layout, prompt: int, value: int) -> None:
-        """prompt: the result of `Policy.looked_up`
-        value:  the value of the last chunk
-        """
         if self._worths is None:
             return
         command = UsedCommand(query, len(layout.groups), prompt, value, self._worths.now_s)
@@ -47,15 +38,11 @@ class UseQueue:
         self._give_command(command)
 
     def done(self, command: UsedCommand) -> None:
-        """End a command after the tier worker has reported it to the tiers."""
         self._num_done += command.num_keys
 
 
 def keys_of(command: UsedCommand) -> Iterator[tuple[list[bytes], bool]]:
-    """Yield a lookup's keys in parts `(keys, are_whole)`, the last chunk first.
-
-    are_whole: the keys are those of whole chunks, not of tails
-    """
+    """Yield keys in parts, the last chunk first. are_whole: of chunks, not of tails"""
     query = command.query
     suffixes = [
         place_suffix(group, shard)

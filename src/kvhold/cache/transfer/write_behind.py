@@ -1,11 +1,9 @@
 """Writes held entries to the tiers in batches, in the background.
 
-    write_behind = WriteBehind(owner, stack.guards, metrics)
-    write_behind.start()                 # in the event loop
     write_behind.add(command)            # -> owner.written(number), once no tier uses the memory
     await write_behind.drain(timeout_s); await write_behind.end()
 
-Each tier has its own queue. `WriteQueue` bounds their sum.
+`WriteQueue` bounds the sum of the tiers' queues.
 """
 
 import asyncio
@@ -38,13 +36,13 @@ class WriteOwner(Protocol):
     def ram(self) -> RamTier: ...
 
     def written(self, number: int) -> None:
-        """End a WriteCommand. Its entry may be released."""
+        """The entry may be released."""
 
     def found_damaged(self, entry: Entry) -> None:
-        """An entry's bytes are not those that were stored."""
+        """The bytes are not those that were stored."""
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
-        """Entries were removed during their write. The tier may have them."""
+        """Entries removed during their write. The tier may have them."""
 
 
 class WriteBehind:
@@ -57,7 +55,7 @@ class WriteBehind:
         codings: Sequence[FrameCoding] = (),
         encoding: Executor | None = None,
     ) -> None:
-        """codings: one per tier; empty: all entries are opaque frames"""
+        """codings: one per tier; empty: opaque frames"""
         self._owner = owner
         self._ram = owner.ram
         self._metrics = metrics
@@ -90,7 +88,7 @@ class WriteBehind:
             self._finish(outbox.drop(prefix))
 
     def spoil(self, prefix: bytes) -> None:
-        """Drop the writes under `prefix` whose put has not begun."""
+        """Drop writes whose put has not begun."""
         self.drop(prefix)
         for outbox in self._outboxes:
             for write in outbox.writing(prefix):
@@ -99,7 +97,6 @@ class WriteBehind:
     def writing(
         self, prefix: bytes, guard: Guard | None = None
     ) -> "list[tuple[Outbox, set[Write]]]":
-        """Return the writes in progress under `prefix`. guard: only of this tier"""
         return [
             (outbox, outbox.writing(prefix))
             for outbox in self._outboxes
@@ -107,7 +104,6 @@ class WriteBehind:
         ]
 
     def writing_tiers(self, keys: set[bytes]) -> set[str]:
-        """Return the tiers with a write of these keys in progress, by name."""
         return {outbox.guard.name for outbox in self._outboxes if outbox.is_writing_any(keys)}
 
     async def wait_for(self, writing: "Iterable[tuple[Outbox, set[Write]]]") -> None:
@@ -116,7 +112,6 @@ class WriteBehind:
                 await self._some_written()
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until the queues of the available tiers are empty, for at most `timeout_s`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while loop.time() < until and any(box for box in self._outboxes if box.guard.available):
@@ -142,15 +137,15 @@ class WriteBehind:
             try:
                 async with guard.gate.turn(Urgency.WRITE):
                     await self._write_batch(guard, outbox.coding, batch, pending)
-            except Exception:  # a fault loses one batch; the next ones are still written
+            except Exception:
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
-            # a cancelled task does not get here: the tier may still use the memory
+            # not after a cancellation: the tier may still use the memory
             outbox.finish(batch)
             self._dealt_with.set()
             if not pending:
                 self._end(guard, batch)
-            else:  # the tier may still read the memory
+            else:  # the tier may still read it
                 ended = asyncio.ensure_future(_all(pending))
                 ended.add_done_callback(lambda _, batch=batch: self._end(guard, batch))  # type: ignore[misc]
 
@@ -161,7 +156,7 @@ class WriteBehind:
         batch: list[Write],
         pending: "list[asyncio.Task[Any]]",
     ) -> None:
-        """pending: receives the calls that still use the chunks' memory after the deadline"""
+        """pending: receives calls that use the memory beyond the deadline"""
         if not guard.available:
             guard.drop(len(batch), reason="unavailable")
             return
@@ -183,7 +178,7 @@ class WriteBehind:
                 for write in group
                 if (written := await self._frame(guard, coding, write))
             ]
-            # no await between this check and the put: a clear drops the write or waits for its put
+            # no await before the put: a clear drops the write or waits for its put
             items = [
                 (write.command.entry.key, written.parts)
                 for write, written in framed
@@ -201,9 +196,8 @@ class WriteBehind:
         return expires_at - self._ram.now() if expires_at else None
 
     async def _frame(self, guard: Guard, coding: FrameCoding, write: Write) -> Framed | None:
-        """Return the frame; None if the chunk is damaged or its encryption key is missing.
-
-        Tiers with the same coding share the frame.
+        """None: the chunk is damaged or its encryption key missing. Tiers with the same coding
+        share the frame.
         """
         if write.command.layout is None:
             return Framed([self._ram.view(write.command.entry)], write.nbytes, RAW)

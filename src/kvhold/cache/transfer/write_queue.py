@@ -1,6 +1,5 @@
-"""The bounded queue of chunks for lower tiers. A full queue drops new chunks and never blocks.
-
-A dropped chunk stays in RAM until its eviction. No I/O: the tier worker writes.
+"""The bounded queue of chunks for lower tiers. A full queue drops new chunks, which stay in RAM. No
+I/O.
 """
 
 import logging
@@ -30,7 +29,7 @@ class WriteQueue:
         self._metrics = metrics
         self._give_command = give_command
         self._limit_bytes = limit_bytes
-        # oldest first; to find the first key of a plain dict is slow
+        # oldest first; a plain dict finds its first key slowly
         self._held: OrderedDict[int, Entry] = OrderedDict()
         self._last = 0
         self._dropping = False
@@ -54,9 +53,8 @@ class WriteQueue:
         *,
         above: int | None = None,
     ) -> None:
-        """Hold an entry and request its write, unless the queue is full."""
         if self._ram.is_doomed(entry):
-            return  # cleared during its write
+            return
         if self.queued_bytes + entry.nbytes > self._limit_bytes:
             self._drop()
             return
@@ -75,7 +73,7 @@ class WriteQueue:
 
     def _drop(self) -> None:
         self._metrics.add("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
-        if not self._dropping:  # once per burst
+        if not self._dropping:
             log.warning(
                 "lower tiers do not keep up: %s wait to be written, so new chunks are dropped",
                 format_size(self.queued_bytes),

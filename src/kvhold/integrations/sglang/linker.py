@@ -7,9 +7,8 @@
     after it       -> finish_layer_wise_loading
     insert         -> offload
 
-SGLang aborts a request whose load fails. So a single rank accepts a load only if its pages are
-pinned. Several ranks must decide alike, so they accept every load. SGLang's scheduler thread calls;
-copies run on two other threads.
+SGLang aborts a request whose load fails, so a single rank accepts a load only if its pages are
+pinned. Several ranks must decide alike, so they accept every load. SGLang's scheduler thread calls.
 """
 
 import logging
@@ -45,8 +44,8 @@ from kvhold.memory.placement import place_own_threads, place_this_thread
 
 log = logging.getLogger(__name__)
 
-_PINNED_S = 30.0  # how long a hit stays pinned for its load
-_AGAIN_S = 30.0  # SGLang looks up a waiting request in each of its passes
+_PINNED_S = 30.0
+_AGAIN_S = 30.0
 _MOST_REQUESTS = 1 << 12
 
 
@@ -59,8 +58,6 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Load:
-    """found: None if the pages were not pinned in time."""
-
     rid: str
     keys: tuple[str, ...]
     ids: Int64s
@@ -79,7 +76,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError, NodeError, CapacityError, LayoutError for an unsupported engine."""
+        """Raises ConfigError, NodeError, CapacityError, LayoutError: an unsupported engine."""
         warn_if_untested("SGLang", sglang.__version__)
         settings = linker_settings(extra_config)
         self.forward_stream = forward_stream
@@ -123,7 +120,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         self._page_store.register()
         self._copier.prepare()
         self._found: dict[str, _Found] = {}
-        self._asked_s: dict[str, float] = {}  # the last lookup of each request, in order
+        self._asked_s: dict[str, float] = {}
         self._queued: dict[str, _Load] = {}
         self._under_way = 0
         self._idle = threading.Condition()
@@ -157,7 +154,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load. False: its pages are not pinned (a single rank only).
 
-        Raises ValueError for a second load, and for missing keys or indices.
+        Raises ValueError: a second load, or missing keys or indices.
         """
         transfer = _kv(transfers)
         keys = tuple(transfer.keys or ())
@@ -188,7 +185,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return queued is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Start the queued loads. Return the index to wait with; -1: nothing is queued."""
+        """Start queued loads. Return the index to wait with; -1: none is queued."""
         if not self._queued:
             return -1
         loads, self._queued = list(self._queued.values()), {}
@@ -198,7 +195,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait until the batch has stopped writing. True: all its pages arrived."""
+        """Wait until the batch has stopped writing. True: all pages arrived."""
         return bool(self.layer_done_counter.finish(counter_index))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
@@ -261,7 +258,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                         [self._copier.scatter(pieces, after=mark, layers=range(layer, layer + 1))]
                     )
                     self.layer_done_counter.complete(index, layer)
-        # a thread's edge: after any error, the engine must not wait for these layers
+        # the engine must not wait for these layers
         except BaseException as error:
             if not isinstance(error, KVHoldError):
                 log.exception("kvhold: loading for requests %s", [load.rid for load in loads])
@@ -278,7 +275,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                     load.found.hit.close()
 
     def _claimed(self, load: _Load, held: ExitStack) -> list[Piece]:
-        """Raises KVHoldError if the pages are gone."""
         lease = None if load.found is None else self._cache.claim(load.found.hit.ticket)
         if lease is None:
             raise KVHoldError("its pages have left the cache")
@@ -286,7 +282,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return self._pages.pieces_of(lease, load.ids)
 
     def _offload(self, keys: list[str], ids: Int64s, events: list[Any]) -> None:
-        """Store pages. Report the end even after errors."""
         stored = False
         try:
             for event in events:
@@ -296,14 +291,12 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                     keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)
                 )
             )
-        # a thread's edge: the future's exception is never read
         except Exception:
             log.exception("kvhold: could not store pages")
         finally:
             self._offloaded.put(stored)
 
     def _gather(self, ids: Int64s, buffer: Any, places: Any) -> None:
-        # the engine has finished writing
         wait_for([self._copier.gather(self._pages.pieces(ids, buffer, places), after=None)])
 
     def _forget(self, rid: str) -> None:
@@ -312,7 +305,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             found.hit.close()
 
     def _is_again(self, rid: str) -> bool:
-        """Note a lookup. Whether it is another one of the same request."""
         now = time.monotonic()
         is_again = now - self._asked_s.pop(rid, -inf) < _AGAIN_S
         self._asked_s[rid] = now

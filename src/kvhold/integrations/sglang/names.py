@@ -1,11 +1,7 @@
 """Name SGLang's pages: page hashes as chunk names, the engine's settings as a namespace.
 
-SGLang names a page by chained SHA-256 over all tokens up to its end, the adapter's id and the cache
-salt. The namespace names everything else. Each rank looks up its own part; tensor parallel ranks
-with equal KV (MLA) share one.
-
-blake2b (RFC 7693) turns a hash into 20 bytes. Its salt is the namespace, so that names tell nothing
-about another namespace.
+Tensor parallel ranks with equal KV (MLA) share one part. blake2b (RFC 7693), salted with the
+namespace, shortens a page's hash to 20 bytes, so names tell nothing about another namespace.
 """
 
 import logging
@@ -60,7 +56,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class SGLangEngine:
-    """kv_dtype: the dtype in a pool that SGLang declares as bytes; empty: unknown"""
+    """kv_dtype: of a pool that SGLang declares as bytes; empty: unknown"""
 
     model: str
     facts: Facts = NO_FACTS
@@ -70,7 +66,7 @@ class SGLangEngine:
 
 @dataclass(frozen=True)
 class PagePart:
-    """(rank, size) of tensor, pipeline, context and decode context parallelism."""
+    """(rank, size) in tensor, pipeline, context and decode context parallelism."""
 
     tp: tuple[int, int] = (0, 1)
     pp: tuple[int, int] = (0, 1)
@@ -79,7 +75,7 @@ class PagePart:
 
 
 def engine_of(settings: SGLangSettings) -> SGLangEngine:
-    """Describe this engine. Raises LayoutError for unidentified weights or adapters."""
+    """Raises LayoutError: unidentified weights or adapters."""
     model_id = settings.config.model_id
     try:
         args = runtime_context.get_server_args()
@@ -96,7 +92,7 @@ def engine_of(settings: SGLangSettings) -> SGLangEngine:
     if args.quantization_param_path:
         facts["scales"] = repr(_file_digest(args.quantization_param_path))
     if args.load_format == "dummy":
-        facts["sglang.random_seed"] = repr(args.random_seed)  # decides the dummy weights
+        facts["sglang.random_seed"] = repr(args.random_seed)
     model = model_id or model_identity(args.model_path, args.revision, cache_dir=args.download_dir)
     kv_dtype = settings.kv_dtype or KV_DTYPES.get(str(args.kv_cache_dtype), "")
     return SGLangEngine(model, Facts.of(facts), kv_dtype, title=str(args.model_path))
@@ -112,7 +108,6 @@ def _server_facts(args: Any, settings: SGLangSettings) -> dict[str, str]:
             )
     facts: dict[str, str] = {}
     given = {name: getattr(args, name) for name in args.__struct_fields__}
-    # SGLang keeps resolved values by handler
     resolved = {
         name: value
         for _, changes in getattr(args, "_resolved_overrides", ())
@@ -155,9 +150,7 @@ def namespace_of(
     replicated: bool,
     salt: str = "",
 ) -> Namespace:
-    """Return the namespace of one pool's pages.
-
-    replicated: all tensor parallel ranks have the same KV
+    """replicated: all tensor parallel ranks have the same KV
     salt: further text that identifies the bytes
     """
     ranks = {"pp": part.pp, "cp": part.cp, "dcp": part.dcp} | (
@@ -178,10 +171,7 @@ def namespace_of(
 def names_of(
     namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[str] | None
 ) -> ChunkNames:
-    """Return pages' names in prompt order.
-
-    prefix_keys: hashes of the preceding pages; None: unknown
-    """
+    """prefix_keys: hashes of the preceding pages; None: unknown"""
     before = [] if prefix_keys is None else list(prefix_keys)
     return ChunkNames(
         namespace=namespace.digest,
@@ -202,7 +192,6 @@ def query_of(namespace: Namespace, keys: Sequence[str]) -> Query:
 
 
 def check_keys(keys: Sequence[object]) -> None:
-    """Raise ValueError for a key that is not a page's hash."""
     for number, key in enumerate(keys):
         if not isinstance(key, str) or not key:
             raise ValueError(f"keys[{number}] is {key!r}; a page's hash, as text, was expected")
@@ -217,7 +206,7 @@ def _hashes(namespace: Namespace, keys: Sequence[str]) -> bytes:
 
 
 def _adapter(ref: Any) -> str:
-    """Name an adapter by content too: SGLang's id covers name and path."""
+    """Name the content, too: SGLang's id covers name and path only."""
     try:
         return f"{ref.lora_id} {adapter_identity(ref.lora_path)}"
     except LayoutError as error:

@@ -1,9 +1,7 @@
 """Count, load and store the pages of one pool, by SGLang's hashes.
 
-A lookup ends at the first missing page, so each missing page costs another lookup. SGLang counts or
-finds the pages of a request before it loads and stores them: only the first lookup is a use.
-
-Errors are logged, never raised: the page is a miss or is not stored. Any thread.
+SGLang counts or finds a request's pages first, so only the first lookup is a use. Errors are
+logged: the page is a miss or is not stored. Any thread.
 """
 
 import logging
@@ -28,14 +26,11 @@ from kvhold.integrations.sglang.pools import Bytes
 
 log = logging.getLogger(__name__)
 
-# (first key, arena, chunks by group)
 Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]
-Take: TypeAlias = Callable[[int, Lease], None]  # (first key, lease)
+Take: TypeAlias = Callable[[int, Lease], None]
 
 
 class StorageTally:
-    """Pages and GB/s of the last 1,000 calls."""
-
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=1000)
 
@@ -67,11 +62,11 @@ class PageStore:
             self._cache.register(self.namespace)
 
     def count(self, keys: Sequence[str]) -> int:
-        """Count the pages before the first missing one. Loads them into memory."""
+        """Count the pages before the first missing one, and load them into memory."""
         return self._find(keys, self._until(), uses=self._rules.uses) or 0
 
     def find(self, keys: Sequence[str], *, again: bool = False) -> Hit | None:
-        """Pin the pages before the first missing one; None: there are none.
+        """Pin the pages before the first missing one, if any.
 
         again: another lookup of a request
         """
@@ -83,7 +78,7 @@ class PageStore:
             with on_error(hit.close):
                 more = hit.arriving
                 hit.settle()
-                if more:  # in memory when SGLang asks again
+                if more:
                     self._cache.prefetch(query)
             if hit.num_tokens:
                 return hit
@@ -91,18 +86,18 @@ class PageStore:
         return None
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Return which pages are present. Loads them into memory."""
+        """Return which pages are present; load them into memory."""
         return self._present(keys, self._until(), uses=self._rules.uses)
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
-        """Copy the present pages out. Return which ones arrived; others may be partly written."""
+        """Return which pages arrived; others may be partly written."""
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
         def take(first: int, lease: Lease) -> None:
             first += lease.first_chunk
             places = tuple(lease.chunks(group) for group in self._groups)
             scatter(first, lease.buffer, places)
-            lease.verify(self.namespace.layout)  # chunks that no copier has verified
+            lease.verify(self.namespace.layout)
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 
@@ -114,7 +109,7 @@ class PageStore:
     def store(
         self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy
     ) -> list[bool]:
-        """Copy the missing pages in. Return which are present afterwards."""
+        """Store missing pages. Return which are present afterwards."""
         if not self._rules.store:
             return [False] * len(keys)
         started_s, there = time.monotonic(), [False] * len(keys)
@@ -157,7 +152,6 @@ class PageStore:
         *,
         uses: Uses = "none",
     ) -> Iterator[tuple[int, int]]:
-        """Yield (first page, number of pages) of present runs. uses: of the first lookup"""
         first = 0
         while first < len(keys):
             pages = self._find(
@@ -197,7 +191,6 @@ class PageStore:
 
 
 def _whole(places: tuple[ChunkBytes, ...]) -> list[bool]:
-    """[pages]: whether all groups have the page."""
     return [
         bool(whole)
         for whole in np.logical_and.reduce([place.offsets != ABSENT for place in places])

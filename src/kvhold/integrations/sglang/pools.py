@@ -1,10 +1,8 @@
 """Find a page in SGLang's pools, and copy it to and from a chunk.
 
-Plain KV (MHA, MLA) becomes canonical chunks, which servers with other layouts can use. K and V of
-different widths are two groups. Other pages are opaque bytes, if SGLang can flatten them
-completely. A pool's class must match exactly: a subclass may keep more data.
-
-Any thread may call, but two threads must not write the same pages.
+Plain KV (MHA, MLA) becomes canonical chunks, which servers with other layouts can use. Other pages
+are opaque bytes, if SGLang can flatten them completely. A pool's class must match exactly: a
+subclass may keep more data. Threads must not write the same pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,35 +29,32 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Places: TypeAlias = Sequence[ChunkBytes]
 
-# integer dtypes by element size
 _FIELD_OF = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Pages(Protocol):
-    """The pages of one pool. A chunk is a page."""
-
     @property
     def layout(self) -> Layout:
         """A page's layout."""
 
     @property
     def identity(self) -> str:
-        """Text that distinguishes KV with the same layout."""
+        """It distinguishes KV of the same layout."""
 
     def ids(self, indices: "torch.Tensor", num_pages: int) -> Int64s:
         """Return [num_pages] page numbers of `num_pages * page size` slots.
 
-        Raises ValueError if the slots are not whole pages.
+        Raises ValueError: not whole pages.
         """
 
     def gather(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
-        """Copy pages into chunks, except ABSENT ones."""
+        """ABSENT chunks are left out."""
 
     def scatter(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
         """Copy chunks into pages."""
 
     def takes_flat(self, page: object) -> bool:
-        """Whether this flat page can be read and written."""
+        """Whether it can be read and written."""
 
     def gather_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
         """Copy flat pages into chunks."""
@@ -72,16 +67,16 @@ class Pages(Protocol):
 
 
 def host_pages(pool: Any, *, kv_dtype: str, threads: int) -> Pages:
-    """Return a host pool's pages. Raises LayoutError.
+    """kv_dtype: of a uint8 pool
 
-    kv_dtype: the dtype in a uint8 pool
+    Raises LayoutError.
     """
     pages = _plain_host_pages(pool, kv_dtype, threads)
     return pages if pages is not None else _opaque_host_pages(pool)
 
 
 def device_pages(pool: Any, *, page_size: int, kv_dtype: str, threads: int) -> "PlainPages":
-    """Return a device pool's pages. Raises LayoutError for a pool without plain KV."""
+    """Raises LayoutError: no plain KV."""
     dtype = str(getattr(pool, "dtype", kv_dtype)).removeprefix("torch.")
     if (
         type(pool) is MHATokenToKVPool
@@ -162,9 +157,7 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
 
 @dataclass(frozen=True)
 class _Arranged:
-    """How a host pool arranges its pages.
-
-    axes: the axes of the tensor that `layer(plane, layer)` returns
+    """axes: of the tensor that `layer(plane, layer)` returns
     flat: axes of a flat page: l(ayer), p(lane), t(oken), h(ead), d(im)
     """
 
@@ -225,7 +218,6 @@ def _plain(
     flat: str | None,
     identity: str,
 ) -> "PlainPages":
-    """planes: (heads, width, one tensor per layer) of each plane."""
     alike = len({(heads, dim) for heads, dim, _ in planes}) == 1
     parts = [planes] if alike else [[plane] for plane in planes]
     views = []
@@ -246,9 +238,7 @@ def _plain(
 
 @dataclass(frozen=True)
 class PlainPages:
-    """Plain KV, one view per group.
-
-    slots: of a page; more than its tokens if ranks share it
+    """slots: of a page; more than its tokens if ranks share it
     identity: distinguishes KV of the same shape
     """
 
@@ -276,7 +266,7 @@ class PlainPages:
         ]
 
     def pieces_of(self, lease: Lease, ids: Int64s) -> list[Piece]:
-        """Raises KVHoldError if a page is absent."""
+        """Raises KVHoldError: a page is absent."""
         places = [lease.chunks(group).first(len(ids)) for group in range(len(self.views))]
         if any((place.offsets == ABSENT).any() for place in places):
             raise KVHoldError("a page of the lease is absent")
@@ -378,8 +368,6 @@ def _opaque_host_pages(pool: Any) -> "OpaquePages":
 
 @dataclass(frozen=True)
 class OpaquePages:
-    """Flat pages that only SGLang understands."""
-
     layout: Layout
     pool: Any
     dtype: "torch.dtype"

@@ -23,16 +23,13 @@ _OF_SGLANG = (
     "class_name",
     "interface_v1",
 )
-# SGLang's spelling: kvhold's
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)
 class SGLangSettings:
-    """The user's settings.
-
-    embedded: the cache is in this process
-    kv_dtype: the dtype in pools of bare bytes; empty: as SGLang says
+    """embedded: the cache is in this process
+    kv_dtype: of pools of bare bytes; empty: as SGLang says
     """
 
     config: Config
@@ -40,7 +37,7 @@ class SGLangSettings:
     kv_dtype: str = ""
 
     def open(self, name: str) -> Cache:
-        """Open the cache. Raises NodeError, or CapacityError for an embedded cache."""
+        """Raises NodeError, or CapacityError: an embedded cache."""
         return LocalCache(self.config) if self.embedded else connect(self.config, name=name)
 
 

@@ -1,7 +1,7 @@
 """Move pages between SGLang's host pools and the cache.
 
-SGLang calls from its prefetch and backup threads. Wrong arguments raise ValueError before any copy.
-A fault of the cache is a miss or an unstored page. `interface_v1: 1` saves one copy per direction.
+Wrong arguments raise ValueError before any copy. A fault of the cache is a miss or an unstored
+page. `interface_v1: 1` saves one copy per direction.
 """
 
 import logging
@@ -29,7 +29,7 @@ from kvhold.integrations.versions import warn_if_untested
 log = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
-_SHARDED = frozenset({str(PoolName.MAMBA)})  # differs even between ranks with equal KV
+_SHARDED = frozenset({str(PoolName.MAMBA)})
 
 
 class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
@@ -50,7 +50,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._cache = settings.open("sglang")
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Serve the KV pool. Raises LayoutError unless its pages are known to come back exactly."""
+        """Serve the KV pool. Raises LayoutError: its pages may not come back exactly."""
         self.mem_pool_host = mem_pool_host
         self._learn(mem_pool_host, _KV)
 
@@ -126,7 +126,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Return flat pages. None: a miss, or a target of the wrong size or dtype."""
+        """Return flat pages. None: a miss, or a wrong target."""
         check_keys(keys)
         if target_locations is not None and len(target_locations) != len(keys):
             raise ValueError(f"target_locations: {len(target_locations)} for {len(keys)} keys")
@@ -229,7 +229,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         )
 
     def _lengths(self, transfer: PoolTransfer, keys: Sequence[str]) -> frozenset[int]:
-        """Return the page counts at which a prefix may end."""
         known = self._pools.get(str(transfer.name))
         if known is None:
             return frozenset()

@@ -1,7 +1,6 @@
-"""The settings of SGLang that name a namespace, and why the others do not.
+"""The settings of SGLang 0.5.23 that name a namespace, and why the others do not.
 
-Each field of SGLang 0.5.23's ServerArgs is listed once. A field of a later version splits the cache
-until it is listed.
+An unlisted field of a later version splits the cache.
 """
 
 from kvhold.core.naming import Table

@@ -1,7 +1,7 @@
 """Decide which calls the cache serves.
 
-A served call fills its cache with exactly the KV of the prompt's tokens at positions 0, 1, 2 ...
-Any other call goes to the model unchanged.
+A served call fills its cache with exactly the KV of the prompt's tokens at positions 0, 1, 2 ...;
+any other call goes to the model unchanged.
 """
 
 import copy
@@ -22,7 +22,6 @@ _SERVED_MODES = (
     GenerationMode.BEAM_SAMPLE,
 )
 
-# other values change the cache, the prompt or the results
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, True),
     "cache_implementation": (None,),
@@ -33,7 +32,6 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "output_hidden_states": (None, False),
 }
 
-# these do not touch the prompt's KV
 _HARMLESS = frozenset(
     {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
 )
@@ -41,17 +39,13 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class AsIs:
-    """A call that goes to the model unchanged."""
-
     reason: str
 
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """A call that can be served.
-
-    input_ids: [rows, tokens]
-    most: loadable tokens of each row; the model computes at least one
+    """input_ids: [rows, tokens]
+    most: loadable tokens of each row
     expand: sequences that `generate` makes from each row
     searched: a row of the cache may mix sequences (beams)
     """
@@ -62,7 +56,7 @@ class GenerateCall:
     searched: bool = False
 
     def tokens(self) -> npt.NDArray[np.int64]:
-        """[rows, tokens] on the host."""
+        """[rows, tokens], on the host."""
         ids: npt.NDArray[np.int64] = self.input_ids.detach().cpu().numpy()
         return ids
 
@@ -122,7 +116,6 @@ def generate_call(
 
 
 def _unfit(model: Any, input_ids: Any, mask: Any) -> str | None:
-    """Return why a prompt cannot be served, or None."""
     if (
         not isinstance(input_ids, torch.Tensor)
         or input_ids.ndim != 2
@@ -154,7 +147,6 @@ def _settings(
 
 
 def _has_pads(settings: Any, input_ids: Any) -> bool:
-    """Whether the prompt has pad tokens that are not end tokens."""
     pad, end = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
     if pad is None or not bool((input_ids == pad).any()):
         return False

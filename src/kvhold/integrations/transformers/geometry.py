@@ -1,7 +1,7 @@
-"""Find the shape of a model's KV: let the model fill a cache, and inspect the cache.
+"""Find the shape of a model's KV: let the model fill a cache, and inspect it.
 
-The probe is two prompts of two tokens that begin with the same token. If this token's KV differs,
-the model looks ahead. A model is refused unless its KV is one K and V per token and layer.
+The probe is two prompts with the same first token. If its KV differs, the model looks ahead. A
+model is refused unless its KV is one K and V per token and layer.
 """
 
 import json
@@ -34,21 +34,21 @@ class CacheGeometry:
         return DynamicCache(config=self.config)
 
     def allocated(self, num_rows: int, num_tokens: int) -> DynamicCache:
-        """Return a cache of uninitialised `[num_rows, heads, num_tokens, head_dim]` tensors."""
+        """Tensors are uninitialised: `[num_rows, heads, num_tokens, head_dim]`."""
         cache, group = self.empty(), self.layout.groups[0]
         for layer in cache.layers:
             shape = (num_rows, group.heads, num_tokens, group.head_dim)
             keys, values = (
                 torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)
             )
-            layer.update(keys[:, :, :0], values[:, :, :0])  # sets type and device
+            layer.update(keys[:, :, :0], values[:, :, :0])
             layer.keys, layer.values = keys, values
         return cache
 
     def view(self, cache: DynamicCache) -> View:
-        """Return a view. Block b is row b; slot `b * num_tokens + t` is token t of row b.
+        """Block b is row b; slot `b * num_tokens + t` is token t of row b.
 
-        Raises LayoutError for layers that are not a DynamicLayer.
+        Raises LayoutError: a layer is no DynamicLayer.
         """
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise LayoutError(
@@ -59,10 +59,7 @@ class CacheGeometry:
 
 
 def geometry_of(model: Any, *, tokens_per_chunk: int) -> CacheGeometry:
-    """Run four tokens through the model and inspect its cache.
-
-    Raises LayoutError for an unsupported model.
-    """
+    """Raises LayoutError: an unsupported model."""
     _refuse_unproven(model)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)

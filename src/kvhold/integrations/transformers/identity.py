@@ -1,8 +1,4 @@
-"""Name the namespace of a model's KV: `Identity(model).namespace(layout)`.
-
-A value that is not plain data is refused. Each call computes the namespace again, because the model
-may have changed. One thread at a time.
-"""
+"""Name the namespace of a model's KV, from plain data only. One thread at a time."""
 
 import sys
 from hashlib import blake2b
@@ -43,7 +39,7 @@ _RULES = NamingRules(
         kind.__module__.partition(".")[0] in ("transformers", "transformers_modules")
     ),
     atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
-    # deeper inside, the other harmless names matter: a quantization's `dtype` shapes KV
+    # deeper inside, other names matter: a quantization's `dtype` shapes KV
     not_keys=_PLACES,
 )
 _LIBRARIES = (
@@ -61,10 +57,6 @@ _VOLATILE_IN_ADAPTERS = frozenset(
 
 
 class Identity:
-    """model_id:   a name for weights and adapters, which are then not read
-    cache_salt: separates callers who must not share KV
-    """
-
     def __init__(self, model: Any, *, model_id: str = "", cache_salt: str = "") -> None:
         self._model = model
         self._model_id = model_id
@@ -72,10 +64,7 @@ class Identity:
         self._weights = Weights(model)
 
     def namespace(self, layout: Layout) -> Namespace:
-        """Name the model as it is now.
-
-        Raises ConfigError for unreadable weights, LayoutError for learnt prefixes.
-        """
+        """Raises ConfigError: unreadable weights; LayoutError: learnt prefixes."""
         model, config = self._model, self._model.config
         kind = type(_unwrapped(model))
         facts: dict[str, str] = {}
@@ -102,7 +91,7 @@ class Identity:
 
 
 def learnt_prefixes(model: Any) -> list[str]:
-    """Return PEFT's adapters that prepend KV to every prompt."""
+    """PEFT's adapters that prepend KV to every prompt."""
     return [
         name
         for name, config in getattr(model, "peft_config", {}).items()
@@ -124,7 +113,6 @@ def _quantization(config: Any) -> str:
 
 
 def _adapters(model: Any) -> str:
-    """Return the adapters' state; their weights are part of the model's."""
     if "peft" not in sys.modules:
         return ""
     tuner_layer = import_module("peft.tuners.tuners_utils").BaseTunerLayer

@@ -1,10 +1,8 @@
 """Generate and forward with KV from the cache: `Reuse(model, cache)`.
 
-The model is not patched: it gets the filled cache as `past_key_values`. A prompt's last token is
-always computed, for its logits.
-
-The constructor raises errors. Later faults of the cache are logged, and the model computes. Nothing
-is pinned between calls. One `Reuse` per thread.
+The model gets the filled cache as `past_key_values`. A prompt's last token is always computed, for
+its logits. The constructor raises errors; later faults of the cache are logged, and the model
+computes. Nothing is pinned between calls. One `Reuse` per thread.
 """
 
 import logging
@@ -55,9 +53,7 @@ class ReuseResult:
 
 @dataclass
 class _Work:
-    """One call under way.
-
-    known: [rows] tokens that the cache had
+    """known: [rows] tokens that the cache had
     kv: past_key_values, [rows * expand, heads, tokens, head_dim] per layer
     """
 
@@ -122,7 +118,7 @@ class Reuse:
         self._registered = b""
         self._noted = ""
         self._copies_on = ""
-        self._refused: tuple[Any, str] | None = None  # the device and dtype that failed, and why
+        self._refused: tuple[Any, str] | None = None
         self._copier: Copier
         self._geometry = self._look()
         self._identity.namespace(self._geometry.layout)
@@ -133,7 +129,7 @@ class Reuse:
 
     @rules.setter
     def rules(self, rules: RequestRules) -> None:
-        """Raises ConfigError for another tenant than the configured one."""
+        """Raises ConfigError: another tenant."""
         check_tags(rules.tags, self._settings)
         self._rules = rules
 
@@ -165,8 +161,8 @@ class Reuse:
 
         input_ids: [rows, tokens]
 
-        The output has the logits of the computed tokens. `logits_to_keep=n` computes the last n
-        tokens, 0 computes all and loads nothing.
+        The output has the logits of the computed tokens: with `logits_to_keep=n` the last n; 0
+        computes all and loads nothing.
         """
         work = self._begin(forward_call(self.model, input_ids, options))
         if work is None:
@@ -226,13 +222,13 @@ class Reuse:
                         raise KVHoldError("the hit was lost before it was claimed")
                     transfers.append(self._fill_row(view, row, held.enter_context(lease)))
             finally:
-                wait_for(transfers)  # before the leases are closed
+                wait_for(transfers)
         kv.batch_repeat_interleave(work.call.expand)
         work.kv, work.num_loaded = kv, num_tokens * len(hits)
 
     def _fill_row(self, view: View, row: int, lease: Lease) -> Transfer:
         places = lease.chunks()
-        if (places.offsets == ABSENT).any():  # full attention needs all
+        if (places.offsets == ABSENT).any():
             raise KVHoldError(
                 f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks"
             )
@@ -244,7 +240,7 @@ class Reuse:
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
         """sequences: [rows * expand, tokens], the output of `generate`."""
-        if work.reason or not self.rules.store:  # after a fault: a call waits for one deadline only
+        if work.reason or not self.rules.store:
             return
         try:
             view = _filled(work)
@@ -264,9 +260,8 @@ class Reuse:
     def _store(
         self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True
     ) -> int:
-        """Store a prompt's KV after its first `known` tokens, from `block`. Return the tokens."""
+        """Store KV from `block` on, after the first `known` tokens. Return the tokens."""
         length, layout = len(prompt.tokens), prompt.namespace.layout
-        # a tail of one token is never read
         names = prompt.chunks(
             known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1
         )
@@ -294,7 +289,6 @@ class Reuse:
         return int(places.num_tokens[granted].sum())
 
     def _store_sequences(self, view: View, prompt: Prompt, sequences: Any) -> int:
-        """Store the whole chunks after the prompt's. A sequence's last token has no KV."""
         size = prompt.namespace.layout.tokens_per_chunk
         first = len(prompt.tokens) // size * size
         rows = sequences[:, : view.rows_per_block].cpu().numpy()
@@ -321,16 +315,16 @@ class Reuse:
                     threads=self._threads,
                     cache=self.cache,
                     allow_unproven=self._allow_unproven,
-                    shown_on_nvidia=True,  # `kvhold bench gpu --part model`
+                    shown_on_nvidia=True,
                 )
             except (LayoutError, DeviceError) as error:
                 self._refused = looks, str(error)
                 raise
             self._copies_on = device
-        # later caches have rows of the same width, so their copy kernel is compiled now
-        with device_errors():  # it may lack device memory, as KV may
+        # later caches have equal rows, so their copy kernel is compiled now
+        with device_errors():
             warm_up(device, [geometry.view(geometry.allocated(1, self._tokens_per_chunk))])
-        self._looked_at = looks  # last: a refused device must not count as the one in use
+        self._looked_at = looks
         return geometry
 
     def _failed(self, work: _Work, what: str, error: Exception) -> None:
@@ -345,7 +339,7 @@ class Reuse:
 
 
 def _filled(work: _Work) -> View:
-    """Raise LayoutError unless the cache holds every prompt token."""
+    """Raises LayoutError unless the cache holds every prompt token."""
     view = work.geometry.view(work.kv)
     rows, length = len(work.prompts) * work.call.expand, len(work.prompts[0].tokens)
     if view.num_blocks != rows or view.rows_per_block < length:

@@ -1,8 +1,8 @@
-"""Identify a model's weights by their content: `Weights(model).digest()`.
+"""Identify a model's weights by their content.
 
 The first call reads all bytes. Later calls check each tensor's address, version counter and 16
-elements (10 microseconds a tensor), and read changed tensors again. A change through `.data` that
-misses these elements goes unnoticed: make a new `Weights` after it. One thread at a time.
+elements (10 microseconds a tensor). A change through `.data` that misses these elements goes
+unnoticed: make a new `Weights` after it. One thread at a time.
 """
 
 import logging
@@ -39,16 +39,13 @@ class Weights:
     _digests: dict[str, bytes] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return 32 hexadecimal digits for the present weights.
-
-        Raises ConfigError for unreadable weights.
-        """
+        """Return 32 hexadecimal digits. Raises ConfigError: unreadable weights."""
         try:
             return self._digest()
         except (
             RuntimeError,
             TypeError,
-        ) as error:  # torch's errors for tensors without plain bytes
+        ) as error:
             raise ConfigError(
                 f"model_id must be given: the weights' content cannot be read: {error}"
             ) from error
@@ -110,7 +107,6 @@ def _marks(tensors: dict[str, Any]) -> dict[str, _Mark]:
 
 
 def _samples(tensor: Any) -> Any:
-    """Return a view of [_SAMPLES] elements along the diagonal."""
     if not tensor.numel():
         return tensor.new_zeros(_SAMPLES)
     step = sum(

@@ -17,7 +17,7 @@ _NAME = "KVHoldConnector"
 
 
 def register() -> None:
-    """Make the connector known to vLLM. vLLM may call this repeatedly."""
+    """vLLM may call this repeatedly."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:

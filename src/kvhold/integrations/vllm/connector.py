@@ -1,6 +1,6 @@
 """The class that vLLM loads. It forwards calls to the scheduler's or the worker's side.
 
-No call may raise into the engine's step: a lost node means misses or failed blocks.
+No call may raise into the engine's step.
 """
 
 import logging
@@ -66,7 +66,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         _log_like_vllm()
         warn_if_untested("vLLM", vllm.__version__)
         transfer = vllm_config.kv_transfer_config
-        # vLLM's default fails the request; vLLM reads this later
+        # vLLM's default fails the request
         transfer.kv_load_failure_policy = "recompute"
         settings = with_events(load_config(transfer.kv_connector_extra_config), vllm_config)
         geometry = geometry_of(vllm_config, kv_cache_config, settings)
@@ -116,7 +116,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a dropped store only costs a later miss."""
+        """A dropped store only costs a later miss."""
         return False
 
     # The scheduler's process.
@@ -170,13 +170,13 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether layers load inside a pass: one graph of a whole pass cannot wait for a layer."""
+        """One graph of a whole pass could not wait for a layer."""
         return load_config(extra_config).layerwise
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Raise LayoutError if the workers are on several hosts, and one cannot be served."""
+        """Raises LayoutError: the workers are on several hosts, and one cannot be served."""
         self.scheduler.use_hosts(
             {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)}
         )
@@ -212,7 +212,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(self._steps())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM's first model runner calls this before it zeroes or copies blocks."""
+        """The first model runner calls this before it zeroes or copies blocks."""
         self.worker.end_reading()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -231,7 +231,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """vLLM's first model runner calls this after a failed pass, too."""
+        """The first model runner calls this after a failed pass, too."""
         self.worker.store(computed=sys.exception() is None)
         if self._zeroes_first:
             self.worker.end_reading()

@@ -1,8 +1,7 @@
 """Prove at registration that copies and the engine address the same blocks.
 
-Random bytes are written through the engine's tensors, gathered, wiped, scattered back and compared.
-Neighbouring blocks must stay unchanged. The order of a device's copies is checked, too. Afterwards
-the blocks are zero.
+Random bytes are gathered, wiped, scattered back and compared; neighbouring blocks must stay
+unchanged.
 """
 
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ from kvhold.memory.views import View
 def prove(
     part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
 ) -> None:
-    """Raise LayoutError if a copy is not exact.
-
-    tensors: the part's layers, `[blocks, ...]`; the engine has not used them yet
+    """tensors: the part's layers, `[blocks, ...]`; not used by the engine yet
     views: the part's shards, each a slice of the tensors' second axis
+
+    Raises LayoutError.
     """
     num_blocks = tensors[0].shape[0]
     chosen = sorted(
@@ -61,7 +60,7 @@ def prove(
 def prove_coding(
     part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
 ) -> None:
-    """Raise LayoutError if the copier and the host encode or decode differently."""
+    """Raises LayoutError: copier and host encode or decode differently."""
     for view, head_split in zip(views, head_splits(tensors, len(views)), strict=True):
         if view.coding is not None:
             _prove_codes(part, view, head_split, copier)
@@ -134,7 +133,6 @@ def _prove_one(
 
 
 def head_splits(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """Return the tensors of `count` shards: equal slices of axis 1."""
     if count == 1:
         return [list(tensors)]
     return [

@@ -1,9 +1,8 @@
 """Measure this engine's costs of computing and loading.
 
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
-in a step.
-
-Any thread may call `cost`, `compute_s` and `prepare`; only the scheduler's thread calls the rest.
+in a step. Any thread may call `cost`, `compute_s` and `prepare`; only the scheduler's thread calls
+the rest.
 """
 
 import time
@@ -21,13 +20,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
-_MOST_STEPS = 64  # with more planned steps, vLLM never ran some of them
+_MOST_STEPS = 64
 
 
 @dataclass(frozen=True)
 class Took:
-    """A request's times for loading (None: no load) and for computing the rest."""
-
     request_id: str
     load_s: float | None
     compute_s: float
@@ -35,10 +32,8 @@ class Took:
 
 @dataclass
 class _Step:
-    """A planned step.
-
-    quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no prompt.
-                Tokens come first: after one measurement, the first cost gets all the time
+    """quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no
+        prompt. Tokens come first: after one measurement, the first cost gets all the time
     done:       requests whose prompts are complete after the step
     """
 
@@ -82,10 +77,7 @@ class Costs:
         )
 
     def compute_s(self, num_tokens: int, computed_tokens: int) -> float:
-        """Return the seconds to compute the rest of a prompt.
-
-        Without a measurement, assumes a slow engine.
-        """
+        """Assume a slow engine before a measurement."""
         cost = self.cost("", num_tokens, computed_tokens)
         if not cost.is_known:
             return (num_tokens - computed_tokens) * _SLOW_TOKEN_S
@@ -107,7 +99,7 @@ class Costs:
             )
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request, unless a step will report it."""
+        """Keep a request that a step will report."""
         if not any(request_id in step.done for step in self._steps):
             self._requests.pop(request_id, None)
 
@@ -124,7 +116,7 @@ class Costs:
         if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(
             output.num_scheduled_tokens
         ):
-            return  # one token per request, and its drafts
+            return
         tokens, pairs = 0, 0.0
         for request_id, computed in _computed(output):
             count = output.num_scheduled_tokens[request_id]
@@ -137,7 +129,6 @@ class Costs:
         step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
-        """End the oldest step. Return the times of requests whose prompts it completed."""
         if not self._steps:
             return []
         step, now_s = self._steps.popleft(), self._clock()

@@ -1,9 +1,8 @@
 """Track the blocks that lack the drafter's KV, so that they are not stored.
 
-vLLM runs a pass without the drafter if a request comes near the drafter's maximum length. vLLM's
-prefix cache may give such blocks to other requests, so a block is tracked until it is filled again.
-Blocks computed after it are tracked, too: a drafter of several layers has read the missing KV.
-Scheduler's thread only.
+Near the drafter's maximum length, vLLM runs a pass without it. vLLM's prefix cache may give such
+blocks to other requests, so a block is tracked until it is filled again. Blocks computed after it
+are tracked, too: the drafter has read the missing KV. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
 
 
 class DraftLimit(NamedTuple):
-    """The request length that may stop the drafter.
-
-    num_tokens: with a longer request, a pass may run without the drafter
-    late:       with asynchronous scheduling a pass may begin this many tokens earlier than planned,
-                because drafts of earlier passes were rejected
+    """num_tokens: with a longer request, a pass may run without the drafter
+    late:       with asynchronous scheduling, a pass may begin so many tokens earlier
     """
 
     num_tokens: int
@@ -29,10 +25,7 @@ class DraftLimit(NamedTuple):
 
 
 def draft_limit(config: "VllmConfig") -> DraftLimit | None:
-    """Return the limit; None: no drafter.
-
-    vLLM counts a pass's drafts too, so they are subtracted.
-    """
+    """None: no drafter. vLLM counts a pass's drafts, so they are subtracted."""
     if not drafts(config):
         return None
     speculation = config.speculative_config
@@ -49,7 +42,7 @@ class Undrafted:
         self._parts = parts
         self._limit = limit
         self._blocks: list[set[int]] = [set() for _ in parts]
-        self._lacking: set[str] = set()  # requests whose earlier blocks lack its KV
+        self._lacking: set[str] = set()
 
     def planned(self, output: "SchedulerOutput") -> None:
         spans = list(_spans(output))
@@ -74,13 +67,12 @@ class Undrafted:
             begin = start if is_exact else max(0, start - self._limit.late)
             for part, known in zip(self._parts, self._blocks, strict=True):
                 size = part.group.block_tokens
-                # a partly filled block still lacks the drafter's first KV
+                # a partly filled block lacks the drafter's first KV
                 first = -(-begin // size) if is_exact else begin // size
                 filled = tables[part.table][first : -(-end // size)]
                 known.difference_update(filled) if is_exact else known.update(filled)
 
     def _lacks_before(self, start: int, tables: Sequence[Sequence[int]]) -> bool:
-        """Whether the drafter reads missing KV in a pass that begins at this token."""
         return any(
             not known.isdisjoint(tables[part.table][: -(-start // part.group.block_tokens)])
             for part, known in zip(self._parts, self._blocks, strict=True)
@@ -97,7 +89,6 @@ class Undrafted:
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int]]:
-    """Yield (request, first token, end) of a step."""
     for new in output.scheduled_new_reqs:
         yield (
             new.req_id,

@@ -1,12 +1,10 @@
 """Publish the cache's contents as vLLM's KV cache events, for routers.
 
 A router matches by vLLM's block hashes, which are known only while a request exists. So each chunk
-that a request stores or finds is *described* as vLLM would publish it.
+that a request stores or finds is *described* as vLLM would publish it. A chunk is *announced* while
+all its shards are in memory.
 
-A chunk is *announced* while all its shards are in memory. A block in several chunks is announced
-with the first chunk and removed with the last.
-
-If events were lost, a snapshot gives the difference. If the node is lost, all chunks are removed.
+After lost events, a snapshot gives the difference. After the node's loss, all chunks are removed.
 `AllBlocksCleared` is never sent: routers would forget the GPU's blocks too.
 
 `take` runs on the scheduler's thread and never waits. The rest runs on the lookup thread.
@@ -47,13 +45,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EVENT_BUFFER = 100_000  # lasts for minutes of constant eviction
-_MOST_DESCRIBED = 4096  # chunks, about 10 KB each
-_PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
+_EVENT_BUFFER = 100_000
+_MOST_DESCRIBED = 4096
+_PACE_S, _RETRY_S = 0.05, 1.0
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
-    """Add an event buffer if vLLM publishes events and none is set."""
+    """If vLLM publishes events and no buffer is set."""
     return (
         replace(settings, event_buffer=_EVENT_BUFFER)
         if _is_asked_for(config) and not settings.event_buffer
@@ -95,10 +93,7 @@ class ChunkTable:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A chunk as vLLM would publish it.
-
-    stored: one event per group; None if vLLM does not hash its blocks
-    """
+    """stored: one event per group; None: vLLM does not hash its blocks"""
 
     first_token: int
     stored: tuple[BlockStored | None, ...]
@@ -106,8 +101,6 @@ class Described:
 
 @dataclass(frozen=True)
 class Describer:
-    """A block hash covers `hashed_tokens` tokens."""
-
     layout: Layout
     shards: int
     tables: tuple[ChunkTable, ...]
@@ -120,7 +113,7 @@ class Describer:
         for chunk, num_tokens in enumerate(names.num_tokens(self.layout).tolist()):
             end = first + num_tokens
             if end > len(request.block_hashes) * self.hashed_tokens:
-                return  # vLLM does not hash its blocks
+                return
             name = names.namespace + names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
             if wanted(name):
                 token_ids = list(request.all_token_ids[first:end])
@@ -172,12 +165,10 @@ class Announced:
             frozenset(place_suffix(group, shard) for shard in range(shards))
             for group in range(len(tables))
         ]
-        # groups and shards in memory by name, of other models too
         self._present: dict[bytes, set[bytes]] = {}
         self._described: OrderedDict[bytes, Described] = OrderedDict()
-        # announced blocks, by name and group
         self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
-        # number of announced chunks, by group and block hash
+        # announced chunks by group and block hash
         self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
         self._touched: set[bytes] = set()
 
@@ -216,7 +207,6 @@ class Announced:
             self._present.pop(name, None)
 
     def changes(self) -> "list[KVCacheEvent]":
-        """Return the new events, additions first."""
         touched, self._touched = self._touched, set()
         come = [
             (described.first_token, name, described)
@@ -256,12 +246,11 @@ class Announced:
             self._told[name] = told
             told[group] = stored.block_hashes
             keys = [(group, block) for block in stored.block_hashes]
-            # another announced chunk begins with the same blocks
             known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))
             self._blocks.update(keys)
             if known < len(keys):
                 yield _without_first(stored, known) if known else stored
-        # keep the description of a chunk that was stored again before its eviction was read
+        # keep a chunk that was stored again before its eviction was read
         total = sum(stored is not None for stored in described.stored)
         if not total or known_before < len(told) == total:
             del self._described[name]
@@ -294,7 +283,7 @@ class Announcer:
         self._thread = thread
         self._describer = describer
         self._announced = Announced(describer.tables, describer.shards)
-        self._next: int | None = None  # None: read a snapshot first
+        self._next: int | None = None
         self._complaint = ""
         self._pending_events: Future[list[KVCacheEvent]] | None = None
         self._due_s = 0.0
@@ -315,7 +304,7 @@ class Announcer:
         self._thread.submit(self._announced.withdraw)
 
     def take(self) -> "list[KVCacheEvent]":
-        """Return the new events. Calls the node if due, without waiting."""
+        """Call the node if due, without waiting."""
         events: list[KVCacheEvent] = []
         if self._pending_events is not None and self._pending_events.done():
             events, self._pending_events = self._pending_events.result(), None
@@ -333,7 +322,6 @@ class Announcer:
         try:
             for name, described in self._describer.describe(request, names(), wanted):
                 self._announced.describe(name, described)
-        # a thread's edge: the future's exception is never read
         except Exception:
             log.exception("kvhold: no KV events about request %s", request.request_id)
 
@@ -348,7 +336,6 @@ class Announcer:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 log.warning("kvhold: no KV events now: %s", error)
-        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: KV events")
         return self._announced.changes()

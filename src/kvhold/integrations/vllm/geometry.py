@@ -1,11 +1,8 @@
 """Describe vLLM's KV: groups, and each worker's shards.
 
-Blocks are opaque bytes, because each backend arranges them differently. The packing's name
-identifies the arrangement.
-
-A shard is one worker's KV. With `head_shards` it is a part of the worker's heads, so that engines
-with other numbers of workers use the same shards. Workers with equal KV (MLA, or fewer heads than
-workers) share a shard, and one of them stores it.
+Blocks are opaque bytes; the packing's name identifies their arrangement. A shard is one worker's
+KV, or with `head_shards` a part of the worker's heads, for engines with other numbers of workers.
+Workers with equal KV (MLA, or fewer heads than workers) share a shard that one worker stores.
 """
 
 from collections.abc import Sequence
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 _COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # a layer's block is one piece of memory
 _CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV
+_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")
 _SHOWN_DRAFTERS = ("draft_model", "eagle")
 _DRAFTERS = (*_SHOWN_DRAFTERS, "eagle3", "mtp")
 _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
@@ -45,11 +42,9 @@ _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 
 @dataclass(frozen=True)
 class Part:
-    """One of vLLM's KV cache groups, with one block table.
-
-    table: the number in vLLM
-    group: one shard's part as it is cached
-    engine_group: the same part in the engine; differs from `group` with `memory_codec`
+    """table: its block table's number
+    group: one shard's part as cached
+    engine_group: the same in the engine; differs with `memory_codec`
     """
 
     table: int
@@ -78,9 +73,8 @@ class Geometry:
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """Whether a hit may cover the prompt's last token, which is computed again.
-
-        A state would count this token twice; a window lacks an earlier token.
+        """Whether a hit may cover the prompt's last token, which is computed again. A state would
+        count it twice; a window lacks an earlier token.
         """
         return all(part.group.attention == "full" for part in self.parts)
 
@@ -95,7 +89,7 @@ class Geometry:
 
 
 def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Geometry:
-    """Describe the engine's KV. Raises LayoutError unless it is proven to come back exactly.
+    """Raises LayoutError unless the KV is proven to come back exactly.
 
     tokens_per_chunk is rounded up to whole blocks; with a state it is one block.
     """
@@ -145,7 +139,7 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
 
 
 def unproven_platform() -> str | None:
-    """Return the platform's device if its copies have not been shown to be exact, else None."""
+    """None: its copies are proven exact."""
     return None if current_platform.is_cpu() else str(current_platform.device_name)
 
 
@@ -154,25 +148,21 @@ def drafts(config: "VllmConfig") -> bool:
 
 
 def looks_ahead(config: "VllmConfig") -> bool:
-    """Whether the drafter's KV of a token depends on the next token.
+    """Whether the drafter's KV of a token depends on the next one.
 
-    The drafter's KV may then be wrong in a hit's last block. This only costs accepted drafts.
+    It may then be wrong in a hit's last block, which only costs accepted drafts.
     """
     return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
 
 
 def preferred_layout(settings: Config) -> str | None:
-    """Return the KV arrangement to request; None: any.
-
-    If heads come before tokens, a shard's part of a block is contiguous.
-    """
+    """None: any. With heads before tokens, a shard's part of a block is contiguous."""
     return "LBHNC" if settings.head_shards and unproven_platform() else None
 
 
 def mixes_adapters(config: "VllmConfig") -> bool:
-    """Whether requests without an adapter may be computed with another request's adapter.
-
-    vLLM's CPU build does so. Such KV must not be stored.
+    """Whether one request's adapter may be applied to others, as in vLLM's CPU build. Their KV must
+    not be stored.
     """
     return config.lora_config is not None and current_platform.is_cpu()
 
@@ -240,7 +230,6 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
 
 
 def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig") -> bool:
-    """Whether vLLM may keep a state after a token that is not a block's last."""
     sizes = [
         spec.block_size
         for spec in (group.kv_cache_spec for group in kv_cache.kv_cache_groups)
@@ -252,7 +241,6 @@ def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig"
 def _reasons_of_drafts(
     config: "VllmConfig", specs: Sequence[Any], settings: Config
 ) -> dict[str, bool]:
-    """Return each reason against speculative decoding, and whether it applies."""
     speculation, stages = config.speculative_config, config.parallel_config.pipeline_parallel_size
     method = getattr(speculation, "method", None)
     return {

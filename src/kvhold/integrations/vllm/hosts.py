@@ -1,8 +1,8 @@
 """The hosts of an engine's workers.
 
-Each worker tells the scheduler which node it uses. With one node for all, nothing more is needed.
-Else a worker of each other host must relay lookups to its node (`kvhold.node.span`), or the engine
-is refused: a ticket is unknown to another host's node, so all hits would be lost silently.
+If the workers use several nodes, a worker of each other host must relay lookups to its node
+(`kvhold.node.span`). Otherwise the engine is refused: a ticket is unknown to another host's node,
+so all hits would be lost.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,13 +23,11 @@ _AUTO = "auto"
 
 @dataclass(frozen=True)
 class NodePlace(KVConnectorHandshakeMetadata):
-    """Which node a worker uses, and how the scheduler reaches it.
-
-    boot:     id of the host's last start
+    """boot:     id of the host's last start
     folder:   device and inode of the socket's folder, to tell containers apart
     layout:   fingerprint of the worker's layout
-    facts:    what names the KV that the host's workers compute, such as their weights
-    relay:    address of the worker's relay; empty: it has none
+    facts:    identify the KV that the host's workers compute, such as weights
+    relay:    the worker's address; empty: none
     """
 
     boot: str
@@ -48,7 +46,6 @@ class NodePlace(KVConnectorHandshakeMetadata):
 @dataclass(frozen=True)
 class WorkerHost:
     """ranks: of the workers on this host, in order
-
     place: of the worker that relays
     """
 
@@ -64,7 +61,6 @@ class WorkerHost:
         return tuple(sorted({shard for rank in self.ranks for shard in geometry.held_by(rank)}))
 
     def storers(self, geometry: Geometry) -> Iterable[int]:
-        """Return the ranks that store: of workers with equal KV, the first on this host."""
         stored: set[int] = set()
         for rank in self.ranks:
             if not stored.issuperset(held := geometry.held_by(rank)):
@@ -87,10 +83,7 @@ def place_of(socket: Path) -> NodePlace:
 
 
 def relay_address(listen: str) -> str:
-    """Return the address of `span.listen` on this host. It must reach this host from others.
-
-    Raises LayoutError for an address of all interfaces.
-    """
+    """Raises LayoutError: all interfaces."""
     if listen == _AUTO:
         from vllm.utils.network_utils import get_ip
 
@@ -107,11 +100,9 @@ def relay_address(listen: str) -> str:
 def hosts_of(
     scheduler: NodePlace, workers: Mapping[tuple[int, int], NodePlace], geometry: Geometry
 ) -> list[WorkerHost]:
-    """Return the hosts of the workers; one host: all use the scheduler's node.
+    """workers: by (stage, rank)
 
-    workers: by (stage, rank)
-
-    Raises LayoutError if a worker uses another node and cannot relay, or arranges its KV in another
+    Raises LayoutError: a worker uses another node and cannot relay, or arranges its KV in another
     way.
     """
     hosts: list[WorkerHost] = []
@@ -158,8 +149,8 @@ def hosts_of(
 
 
 def named_by_hosts(namespace: Namespace, hosts: list[WorkerHost], geometry: Geometry) -> Namespace:
-    """Return a namespace that names what differs between the hosts, such as other weights."""
-    # the namespace names the scheduler's host, which may have no worker
+    """Add differences between hosts, such as other weights."""
+    # the scheduler's host may have no worker
     own = next((host for host in hosts if host.is_own), None)
     known = dict(own.place.facts) if own is not None else {}
     different: dict[str, str] = {}

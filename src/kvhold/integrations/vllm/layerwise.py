@@ -1,11 +1,6 @@
 """Load and store inside a forward pass: copy one layer while another is computed.
 
-    passing.begin(loads, prepare)                      # before the pass
-    passing.wait(layer); passing.save(layer, pieces)   # before and after each layer's attention
-    passing.saved(), passing.end()                     # after the pass
-
-vLLM cannot always undo a failed load inside a pass (docs/decisions/0016). `refusal` refuses such
-engines.
+vLLM cannot always undo a failed load inside a pass (docs/decisions/0016).
 """
 
 import logging
@@ -35,7 +30,7 @@ Prepare = Callable[[Load, ExitStack], list[Piece]]
 
 
 def refusal(config: "VllmConfig", geometry: Geometry) -> str | None:
-    """Return why this engine cannot load inside its passes; None: it can."""
+    """None: the engine can load inside its passes."""
     reasons = {
         "vLLM's prefix cache is on (--no-enable-prefix-caching)": bool(
             config.cache_config.enable_prefix_caching
@@ -55,9 +50,7 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str | None:
 
 @dataclass
 class _Pass:
-    """The loads of one pass.
-
-    mark: the copies begin after it
+    """mark: the copies begin after it
     reached: layers with submitted copies
     asked: layers that the pass has waited for
     failed, damaged: blocks by request
@@ -77,7 +70,7 @@ class _Pass:
 
 
 class Layerwise:
-    """One worker's passes. Only the engine's thread calls."""
+    """Only the engine's thread calls."""
 
     def __init__(self, part: Part, copier: Copier, loader: Executor, saver: Executor) -> None:
         self._part = part
@@ -98,7 +91,6 @@ class Layerwise:
             self._pass.job = self._loader.submit(self._run, self._pass, prepare)
 
     def wait(self, layer_name: str) -> None:
-        """Make the pass wait until the layer has arrived or failed."""
         one, number = self._pass, self._numbers.get(layer_name)
         if one is not None and number is not None:
             one.asked.add(number)
@@ -120,7 +112,6 @@ class Layerwise:
         return saving
 
     def saved(self) -> bool:
-        """Wait until the copies are submitted. False: one failed or is missing."""
         saving, self._saving, saved, self._saved = self._saving, [], self._saved, set()
         errors = [error for future in saving if (error := future.exception()) is not None]
         for error in errors:
@@ -128,7 +119,6 @@ class Layerwise:
         return not errors and len(saved) == len(self._numbers)
 
     def end(self) -> dict[str, list[int]]:
-        """End the pass. Return each load's blocks without KV."""
         one, self._pass = self._pass, None
         if one is None or one.job is None:
             return {}
@@ -149,7 +139,7 @@ class Layerwise:
         }
 
     def _run(self, one: _Pass, prepare: Prepare) -> None:
-        """Copy layer by layer. Never raise, and end every wait."""
+        """Never raise, and end every wait."""
         with ExitStack() as stack:
             stack.callback(self._reach, one, len(self._numbers))
             claims = stack.enter_context(ExitStack())
@@ -207,7 +197,7 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
             error,
         )
         failed[load.request_id] = blocks_of(load)
-    # a thread's edge: the engine learns from `failed` what to compute
+    # `failed` tells the engine what to compute
     except Exception:
         log.exception(
             "kvhold: the KV of request %s could not be copied and is computed", load.request_id
@@ -238,7 +228,7 @@ def log_damage(load: Load, blocks: Collection[int]) -> None:
 def blocks_of_chunks(
     chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
 ) -> list[int]:
-    """Return the blocks of `chunks`. blocks: those of all chunks; -1 is not written."""
+    """blocks: those of all chunks; -1 is not written."""
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     chosen = np.repeat(np.isin(np.arange(per_chunk.size), chunks), per_chunk)
     return [int(block) for block in blocks[chosen & (blocks >= 0)]]

@@ -1,12 +1,9 @@
 """Look up prompts in the cache, in the scheduler's process.
 
 The lookup thread hashes a prompt on arrival. It looks the prompt up only when the scheduler asks,
-so a queued request pins nothing.
-
-A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
-miss. If the node is lost, a lookup waits for the next node, at most as long as computing takes.
-Chunks from lower tiers may take `client.arrival_timeout_s`. The node decides how long to wait for
-chunks that another engine computes.
+so a queued request pins nothing. A scheduling pass waits `_PATIENCE_S` for all its lookups
+together. A late or failed lookup is a miss. If the node is lost, a lookup waits for the next node,
+at most as long as computing takes.
 """
 
 import logging
@@ -42,19 +39,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_CAUSES = 100
-_START_S = 1.0  # a killed node is usually back within this time
-_PATIENCE_S = 0.003  # RAM answers faster
-_PAUSE = 0.01  # of the wait for another engine: how long before it is looked at again
+_START_S = 1.0
+_PATIENCE_S = 0.003
+_PAUSE = 0.01  # part of a wait between checks of another engine
 
 
 class RequestLookups:
-    """The lookups of requests.
-
-    Hashing and calls to the cache run on the lookup thread, all else on the scheduler's.
-
-    namespace: for prompts that are hashed from now on
-    costs:     estimates how long computing takes
-    """
+    """Hashing and calls to the cache run on the lookup thread, all else on the scheduler's."""
 
     def __init__(
         self,
@@ -72,9 +63,6 @@ class RequestLookups:
         tally: Tally,
         awaits_hosts: bool = False,
     ) -> None:
-        """loads: whether hits may be loaded
-        awaits_hosts: nothing is found until `use_span`
-        """
         self.namespace = namespace
         self.costs = costs
         self.patience_s = _PATIENCE_S
@@ -93,11 +81,9 @@ class RequestLookups:
         self._awaits_hosts = awaits_hosts
 
     def use_span(self, span: Span) -> None:
-        """Ask the nodes of several hosts."""
         self.span, self._awaits_hosts = span, False
 
     def begin_pass(self) -> None:
-        """Let the next pass wait for its lookups."""
         self.patience_s = _PATIENCE_S
 
     def submit_name(self, request: "Request", rules: RequestRules) -> "Future[Prompt | None]":
@@ -105,12 +91,11 @@ class RequestLookups:
         return self._thread.submit(self._hash_prompt, request, rules)
 
     def note(self, request: "Request") -> None:
-        """Note the content of an uncached request, because vLLM's own caches keep its KV."""
         if has_content(request):
             self.submit_name(request, RequestRules())
 
     def is_certain(self, request: "Request") -> bool:
-        """Whether vLLM has computed a named request with the content that its name says."""
+        """Whether vLLM has computed the request with the named content."""
         adapter = request.lora_request
         return self._media.is_certain(request) and (
             adapter is None
@@ -118,15 +103,13 @@ class RequestLookups:
         )
 
     def submit_timings(self) -> None:
-        """Report the timings of ended prefills, on the lookup thread."""
         for took in self.costs.over():
             self._thread.submit(self._report_timing, took)
             self._thread.submit(self.costs.prepare)
 
     def would_load(self, request_state: RequestState, computed_tokens: int) -> bool:
-        """Whether a load is allowed, and faster than computing.
-
-        Computing a single missing block is faster.
+        """Whether a load is allowed, and faster than computing. A single missing block is
+        computed.
         """
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
         return self._loads_for(request_state) and (
@@ -142,7 +125,6 @@ class RequestLookups:
         *,
         stores: bool,
     ) -> None:
-        """stores: the request's chunks are stored"""
         if request_state.naming is None:
             request_state.naming = self.submit_name(request, request_state.rules)
         if request.num_preemptions and self.saves_decode(request_state):
@@ -154,7 +136,7 @@ class RequestLookups:
         request_state.asked_s = request_state.since_s = time.monotonic()
         request_state.first_asked_s = request_state.since_s
         request_state.ask_again_s = 0.0
-        # a node knows only the costs and the engines of its own host
+        # a node knows only its own host's costs and engines
         is_alone = self.span is None
         plans = is_alone and request_state.rules.plan and self._loads_for(request_state)
         asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens)
@@ -179,7 +161,7 @@ class RequestLookups:
         request_state.lookup = self._thread.submit(request_state.ask)
 
     def _hash_prompt(self, request: "Request", rules: RequestRules) -> Prompt | None:
-        """Never raise, because the scheduler would raise the error again."""
+        """The scheduler would raise an error again."""
         try:
             prompt = prompt_of(self.namespace, request, rules, self._adapters, self._media)
             if isinstance(prompt, str):
@@ -189,7 +171,6 @@ class RequestLookups:
             prompt.query()
         except KVHoldError as error:
             log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
-        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: request %s is not cached", request.request_id)
         else:
@@ -213,7 +194,6 @@ class RequestLookups:
         if prompt is not None and end > prompt.num_tokens:
             try:
                 return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
-            # a thread's edge: `result` would raise it in the scheduler
             except Exception:
                 log.exception(
                     "kvhold: tokens that request %s generated are not looked up", request.request_id
@@ -237,7 +217,6 @@ class RequestLookups:
         waits: bool,
         announces: bool,
     ) -> Hit | None:
-        """asking: the request's id, its tokens and its computed tokens"""
         prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()
         request_state.is_lost = False
         try:
@@ -272,7 +251,6 @@ class RequestLookups:
             self._note_loss(request_state)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
-        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: lookup")
         return None
@@ -289,7 +267,6 @@ class RequestLookups:
             self._note_loss(request_state)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
-        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: lookup")
         hit.close()
@@ -303,7 +280,6 @@ class RequestLookups:
         request_state.is_lost = True
 
     def _trim_prompt(self, prompt: Prompt) -> Prompt:
-        """Leave out the prompt's last token, if a hit must not cover it."""
         if (
             self._geometry.whole_prompt_fits
             or self._config.skip_last_n_tokens
@@ -323,10 +299,7 @@ class RequestLookups:
     def resolve(
         self, request_state: RequestState, patience_s: float, *, last: bool = False
     ) -> bool:
-        """Take the lookup's answer if it is in time and final.
-
-        last: take any answer; a late one is a miss
-        """
+        """last: take any answer; a late one is a miss"""
         assert request_state.lookup is not None
         assert request_state.naming is not None
         began_s, hit, lookup = time.monotonic(), None, request_state.lookup
@@ -391,7 +364,6 @@ class RequestLookups:
         return True
 
     def _waits(self, request_state: RequestState, now_s: float) -> bool:
-        """Whether a lookup waits for the next node."""
         waited_s = now_s - request_state.asked_s
         request_state.arriving = None
         if self._cache.connected:
@@ -418,10 +390,7 @@ class RequestLookups:
             self._tally.looked_up(num_tokens, sources=hit.sources, reason=reason)
 
     def saves_decode(self, request_state: RequestState) -> bool:
-        """Whether generated tokens are stored.
-
-        Not for a resumable session: its later prompts may contain more than tokens.
-        """
+        """A resumable session's later prompts may contain more than tokens."""
         return self._config.save_decode and not request_state.request.resumable
 
     def _loads_for(self, request_state: RequestState) -> bool:
@@ -440,14 +409,13 @@ class RequestLookups:
             self._thread.submit(hit.close)
 
     def withdraw(self, request_state: RequestState) -> None:
-        """End the announcement, but for chunks that are being stored."""
+        """End the announcement, except for chunks that are being stored."""
         if request_state.announcement is not None:
             self._thread.submit(request_state.announcement.close)
             request_state.announcement = None
 
 
 def has_content(request: "Request") -> bool:
-    """Whether vLLM's caches name a request's KV by an identifier that a client chose."""
     return bool(request.mm_features) or request.lora_request is not None
 
 

@@ -1,9 +1,9 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
-vLLM's own caches go by an identifier that a client may choose. If an identifier has stood for two
-contents, vLLM may compute one with the other's KV or embeddings. So no later request with this
-identifier is named or stored. vLLM leaves out content that this process has already had under the
-same identifier; then the earlier content counts.
+vLLM's own caches go by an identifier that a client may choose. After an identifier has stood for
+two contents, vLLM may compute one with the other's KV, so later requests of this identifier are not
+stored. vLLM leaves out content that this process already had under the same identifier; then the
+earlier content counts.
 """
 
 import threading
@@ -20,13 +20,13 @@ from kvhold.core.keys import Insert
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_REMEMBERED = 200_000  # identifiers; vLLM forgets their KV earlier
+_REMEMBERED = 200_000
 _SEVERAL = b""
 _IN_SHARED_MEMORY = {"address", "signature"}
 
 
 class MediaError(Exception):
-    """Content that cannot be identified; the text says why."""
+    """The text gives the reason."""
 
 
 class Media:
@@ -42,16 +42,12 @@ class Media:
         self._may_be_missing = embeddings_may_be_missing
 
     def announce(self, request: "Request") -> None:
-        """Note the identifiers of a request whose content is not read yet."""
         if request.mm_features:
             with self._lock:
                 self._announced.update(_key(feature) for feature in request.mm_features)
 
     def is_certain(self, request: "Request") -> bool:
-        """Whether each identifier of a named request stands for one content.
-
-        Also False while another request with such an identifier waits to be read.
-        """
+        """Whether each identifier stands for one content, also in waiting requests."""
         with self._lock:
             return all(
                 not self._announced[key] and self._known.get(key, _SEVERAL) != _SEVERAL
@@ -61,11 +57,11 @@ class Media:
     def inserts_of(self, request: "Request") -> list[Insert]:
         """Return one insert per content.
 
-        Raises MediaError for content that cannot be identified, TypeError for unknown types.
+        Raises MediaError: unidentified content; TypeError: unknown types.
         """
         refusal: Exception | None = None
         inserts = []
-        for feature in request.mm_features:  # all of them: vLLM caches all, even after a refusal
+        for feature in request.mm_features:  # vLLM caches all, even after a refusal
             try:
                 digest = self._digest(feature)
             except (MediaError, TypeError) as error:
@@ -95,7 +91,7 @@ class Media:
                 )
             content = self._note(_key(feature), known)
         else:
-            content = _SEVERAL  # if unreadable: vLLM caches its results in any case
+            content = _SEVERAL
             try:
                 content = _content_of(feature)
             finally:
@@ -109,7 +105,6 @@ class Media:
         return state.digest()
 
     def _read(self, key: bytes) -> None:
-        """Count an announced identifier as read."""
         with self._lock:
             if self._announced[key] > 1:
                 self._announced[key] -= 1
@@ -117,7 +112,6 @@ class Media:
                 del self._announced[key]
 
     def _note(self, key: bytes, content: bytes) -> bytes:
-        """Note an identifier's content. Return its only content, or _SEVERAL."""
         with self._lock:
             if self._known.get(key, content) != content:
                 content = _SEVERAL
@@ -148,7 +142,7 @@ def _content_of(feature: Any) -> bytes:
 
 
 def _feed(state: Any, value: Any) -> None:
-    """Feed different bytes for different content, shape, type or order."""
+    """Other content, shape, type or order gives other bytes."""
     match value:
         case torch.Tensor():
             flat = (

@@ -1,4 +1,4 @@
-"""Name this engine's KV: Namespace and Prompt."""
+"""Name this engine's KV."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = "\0"  # the name of an unidentified adapter
+_UNKNOWN = "\0"
 _NO_MEDIA = "its images, video or audio cannot be identified"
 
 
 def namespace_of(
     config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry, settings: Config
 ) -> Namespace:
-    """Return the namespace. It is equal exactly for engines with equal KV.
+    """Return a namespace that only engines with equal KV share.
 
-    Raises LayoutError for weights, code or settings that cannot be identified.
+    Raises LayoutError: unidentified weights, code or settings.
     """
     model = config.model_config
     if model.model_weights and not settings.model_id:
@@ -58,10 +58,7 @@ def namespace_of(
 
 
 def host_facts(config: "VllmConfig", settings: Config) -> tuple[tuple[str, str], ...]:
-    """Return what the KV of this host's workers depends on, besides the engine's configuration.
-
-    The scheduler names the engine by its own host. Raises LayoutError as `namespace_of` does.
-    """
+    """Facts of this host that the KV depends on. Raises LayoutError."""
     model, facts = config.model_config, _model_facts(config, settings)
     if not settings.model_id:
         facts["weights"] = model_identity(
@@ -71,7 +68,6 @@ def host_facts(config: "VllmConfig", settings: Config) -> tuple[tuple[str, str],
 
 
 def _model_facts(config: "VllmConfig", settings: Config) -> dict[str, str]:
-    """Return the facts of the model's other files."""
     facts: dict[str, str] = {}
     if settings.model_id:
         return facts
@@ -87,12 +83,12 @@ def _model_facts(config: "VllmConfig", settings: Config) -> dict[str, str]:
 
 
 def layout_only(geometry: Geometry) -> Namespace:
-    """Return a worker's namespace; its keys come from the scheduler."""
+    """A worker's keys come from the scheduler."""
     return Namespace(model="", layout=geometry.layout, shards=geometry.shards)
 
 
 def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
-    """Connect and register. Raises NodeError without a node.
+    """Connect and register. Raises NodeError.
 
     If the node is lost right after, the engine starts without it.
     """
@@ -105,10 +101,7 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
 
 
 def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRules:
-    """Return a request's rules.
-
-    Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds.
-    """
+    """Raises ConfigError: unknown words, or an error bound that `memory_codec` exceeds."""
     rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
     most = rules.store_options.max_error
     if is_coded and most is not None and most < ERROR_BOUND:
@@ -151,13 +144,12 @@ def prompt_of(
     space = namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "", tags=rules.tags)
     try:
         return space.prompt(tokens, inserts=inserts)
-    except ValueError as error:  # overlapping contents
+    except ValueError as error:
         log.debug("kvhold: %s", error)
         return _NO_MEDIA
 
 
 def _inserts_of(request: "Request", media: Media) -> list[Insert] | str:
-    """Return the contents, or why they cannot be identified."""
     try:
         return media.inserts_of(request)
     except MediaError as error:

@@ -1,5 +1,3 @@
-"""The scheduler's state of a request, from arrival to end."""
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,20 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestState:
-    """A request's state.
-
-    naming: the future of the hashed prompt, or of None if the request is not cached
+    """naming: of the hashed prompt; None: not cached
     arriving: the hit that `lookup` refreshes
-    patience_s: the longest wait for an answer
     asked_s, since_s: times of the last and the first call to the cache for this hit, the latter
         without a wait for another engine
     first_asked_s: the same, with this wait
-    ask_again_s: time of the next call during this wait
-    tried: `num_preemptions` at the last lookup; None: look up. Each start tries only one load, so
-        the request is computed if it fails
+    ask_again_s: the next call during this wait
+    tried: `num_preemptions` at the last lookup; None: look up. Each start tries one load, so the
+        request is computed if it fails
     pending_steps: steps that the tracker does not know yet
     no_hit: the reason of a miss if the cache gave none
-    announcement: that this engine computes what is missing
+    announcement: that this engine computes missing chunks
     """
 
     request: "Request"

@@ -1,7 +1,4 @@
-"""Plan loads and stores, in the scheduler's process.
-
-All methods run on the scheduler's thread. Only `reset` waits for the node.
-"""
+"""Plan loads and stores, in the scheduler's process and thread. Only `reset` waits for the node."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NULL_BLOCK = 0  # vLLM's number for "no block"
+_NULL_BLOCK = 0
 
 
 class SchedulerSide:
@@ -61,10 +58,7 @@ class SchedulerSide:
         draft_limit: DraftLimit | None = None,
         num_hosts: int = 1,
     ) -> None:
-        """Join the node and start the lookup thread.
-
-        num_hosts: of the workers, as far as the settings tell; several need `use_hosts`
-
+        """num_hosts: of the workers by the settings; several need `use_hosts`
         loads: whether hits may be loaded; vLLM protects freed blocks from running passes only for
             loads that it knows
         stores_plain: whether KV without an adapter can be trusted
@@ -88,14 +82,13 @@ class SchedulerSide:
             initializer=place_this_thread,
             initargs=(config.client.cores,),
         )
-        # place the threads that the engine's thread has started
         place_own_threads(config.client.cores)
         self._announcer = (
             Announcer(self._cache, self._lookup_thread, describer)
             if describer is not None
             else None
         )
-        self._adapters = Adapters(can_observe)  # on the lookup thread
+        self._adapters = Adapters(can_observe)
         self._request_states: dict[str, RequestState] = {}
         self.tally = Tally()
         self._loads: list[Load] = []
@@ -139,11 +132,9 @@ class SchedulerSide:
         return self._cache.path
 
     def use_hosts(self, places: Mapping[tuple[int, int], NodePlace]) -> None:
-        """Learn which nodes the workers use, and connect to those of other hosts.
+        """places: by (stage, rank)
 
-        places: by (stage, rank)
-
-        Raises LayoutError if one of them cannot be used, ConfigError.
+        Raises LayoutError, ConfigError.
         """
         hosts = hosts_of(place_of(self.socket), places, self._geometry)
         if all(host.is_own for host in hosts):
@@ -152,7 +143,7 @@ class SchedulerSide:
         namespace = named_by_hosts(self._configured, hosts, self._geometry)
         self._configured = self.lookups.namespace = namespace
         self._cache.register(namespace)
-        asked = sorted(hosts, key=lambda host: host.is_own)  # the others first
+        asked = sorted(hosts, key=lambda host: host.is_own)
         self._others = OtherHosts(
             [host.relay_place(self._geometry) for host in asked if not host.is_own],
             self._config.span,
@@ -200,7 +191,7 @@ class SchedulerSide:
             self.tally.add("refused_requests", 1)
             self.lookups.note(request)
             return
-        # an earlier request with the same id: a session that continues its prompt
+        # an earlier request with this id: a session that continues its prompt
         if (before := self._request_states.pop(request.request_id, None)) is not None:
             self.lookups.let_go(before)
             self.lookups.withdraw(before)
@@ -212,15 +203,14 @@ class SchedulerSide:
             self.lookups.note(request)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens to load after `computed_tokens`; None: ask again.
-
-        The second value says whether the load runs outside the passes.
+        """Return the tokens to load after `computed_tokens` (None: ask again), and whether the load
+        runs outside the passes.
         """
         request_state = self._request_states.get(request.request_id)
         if request_state is None:
             return 0, False
         if request_state.tried != request.num_preemptions:
-            if request.request_id in self._inside:  # the request has lost its load's blocks
+            if request.request_id in self._inside:  # it has lost its load's blocks
                 request_state.loading = False
                 self._inside.remove(request.request_id)
             self.lookups.let_go(request_state)
@@ -250,14 +240,12 @@ class SchedulerSide:
         return found - computed_tokens, not self._layerwise
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """Plan a load into `blocks`; without a load, release the hit."""
+        """Plan a load into `blocks`; without one, release the hit."""
         request_state = self._request_states.get(request.request_id)
         if request_state is None or (request_state.loading and not external_tokens):
             return
         if not external_tokens or request_state.hit is None:
-            if (
-                request_state.lookup is None
-            ):  # a pending answer still decides which chunks are stored
+            if request_state.lookup is None:  # a pending answer decides which chunks are stored
                 self.lookups.let_go(request_state)
             return
         first_chunk = request_state.first_token // self._namespace.layout.tokens_per_chunk
@@ -294,7 +282,7 @@ class SchedulerSide:
         request_state.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
-        self.loaded(self._inside)  # their pass is over: layerwise is synchronous
+        self.loaded(self._inside)  # layerwise is synchronous
         self._costs.planned(output)
         if self._undrafted is not None:
             self._undrafted.planned(output)
@@ -320,7 +308,7 @@ class SchedulerSide:
         self.lookups.submit_timings()
 
     def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
-        """Forget an ended request. True: keep its blocks until its last tokens are stored."""
+        """True: its last tokens are still to be stored."""
         request_state = self._request_states.pop(request.request_id, None)
         if request_state is None:
             return False
@@ -355,7 +343,7 @@ class SchedulerSide:
         return True
 
     def reset(self) -> bool:
-        """Invalidate all stored KV and drop the stores under way.
+        """Invalidate all stored KV and drop current stores.
 
         vLLM calls this after weights have changed in place. A random tag in the namespace separates
         KV of old and new weights.
@@ -396,7 +384,7 @@ class SchedulerSide:
 
     @property
     def _block(self) -> int:
-        """Tokens in a block, or in a chunk if there are no tails."""
+        """Tokens in a block, or in a chunk without tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
     def _run(
@@ -433,7 +421,7 @@ class SchedulerSide:
     def _catch_up(
         self, request_state: RequestState, patience_s: float, *, last: bool = False
     ) -> bool:
-        """Pass the steps to the tracker. False: no answer yet."""
+        """False: no answer yet."""
         if request_state.lookup is not None:
             if not self.lookups.resolve(request_state, patience_s, last=last):
                 return False
@@ -454,7 +442,7 @@ class SchedulerSide:
         *,
         last: bool = False,
     ) -> Store | None:
-        """Return the command; None: a block lacks the drafter's KV."""
+        """None: a block lacks the drafter's KV."""
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [
             _blocks(part, tables[part.table], names.first_token, end)
@@ -474,7 +462,6 @@ class SchedulerSide:
         )
 
     def _tickets_of(self, hit: Hit) -> tuple[int, ...]:
-        """Return the tickets by rank; empty: all workers use the hit's own."""
         if not isinstance(hit, SpanHit):
             return ()
         return tuple(hit.tickets[host] for host in self._host_of_rank)
@@ -491,7 +478,7 @@ class SchedulerSide:
         return self._may_store and request_state.rules.store and trusted
 
     def _uses_of(self, request_state: RequestState) -> Uses:
-        if request_state.request.num_preemptions:  # the request was looked up before
+        if request_state.request.num_preemptions:
             return "none"
         return "all" if self._stores_for(request_state) else "known"
 
@@ -503,9 +490,8 @@ class SchedulerSide:
 def _blocks(
     part: Part, table: list[int], first: int, last: int, *, skipped: int = 0, unused: int = 0
 ) -> list[int]:
-    """Return the blocks of the tokens from `first` to before `last`, padded with -1.
-
-    -1: not written. The block ends before `skipped`, begins after `last`, or left the window.
+    """Blocks of the tokens `first` to `last - 1`; -1: not written. The block ends before `skipped`,
+    begins after `last`, or left the window.
     """
     size = part.group.block_tokens
     begin, end = max(first, skipped) // size, -(-last // size)
@@ -513,5 +499,5 @@ def _blocks(
     there[there == _NULL_BLOCK] = -1
     ids: list[int] = there.tolist()
     if part.group.attention == "state":
-        ids += [-1] * (end - begin - len(ids))  # no state for later blocks yet
+        ids += [-1] * (end - begin - len(ids))
     return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)

@@ -1,8 +1,4 @@
-"""Count the connector's work, for vLLM's log and for Prometheus.
-
-Every looked-up token counts once, as a hit or a miss. Every byte copied between blocks and the
-arena counts once.
-"""
+"""Count the connector's work, for vLLM's log and for Prometheus."""
 
 import threading
 from collections.abc import Mapping
@@ -60,7 +56,7 @@ class Tally:
 
     - `below_minimum`: the hit is less than a block
     - `not_named`: the KV depends on something unidentified
-    - `no_answer`: there was no node, or its answer was late
+    - `no_answer`: no node, or a late answer
     - `not_awaited`: the node was restarting, and computing was faster
     """
 
@@ -75,7 +71,6 @@ class Tally:
             self._counts[key] = self._counts.get(key, 0) + value
 
     def looked_up(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
-        """Count a lookup. reason: why the rest is missing."""
         found = sum(sources.values())
         self.add("lookup_tokens", num_tokens)
         for source, tokens in sources.items():
@@ -90,8 +85,6 @@ class Tally:
 
 
 class Stats(KVConnectorStats):
-    """Counts: `{"name" or "name:label": number}`."""
-
     def reset(self) -> None:
         self.data: dict[str, float] = {}
 

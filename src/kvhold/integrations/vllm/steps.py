@@ -13,12 +13,10 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 class Load:
     """Load a hit into blocks, during other passes or inside this step's pass.
 
-    ticket: each worker claims the hit with it
-    tickets: by the worker's rank, if the workers are on several hosts; empty: all use `ticket`
+    tickets: by rank, if the workers are on several hosts; empty: all use `ticket`
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
-    inside: the step's pass computes the rest, and waits for each layer
-    patience_s: the longest wait for the claim; None: the usual deadline of a call
-    adapter: None: no adapter
+    inside: the step's pass waits for each layer
+    patience_s: for the claim; None: a call's usual deadline
     """
 
     request_id: str
@@ -52,9 +50,9 @@ class Store:
 
 @dataclass
 class Steps(KVConnectorMetadata):
-    """One step. The engine can wait for loads if it computes nothing.
+    """The engine can wait for loads if it computes nothing.
 
-    storers: ranks of the workers that store; None: see `Geometry.stored_by`
+    storers: ranks that store; None: see `Geometry.stored_by`
     """
 
     loads: list[Load] = field(default_factory=list)

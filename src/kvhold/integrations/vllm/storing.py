@@ -1,4 +1,4 @@
-"""Stores in progress: chunks are reserved, copied, and committed if all copies have ended."""
+"""Stores in progress: chunks are reserved, copied and committed."""
 
 import logging
 from concurrent.futures import CancelledError, Future
@@ -23,11 +23,10 @@ class Reserving:
     layers: "list[Future[Transfer]]" = field(default_factory=list)
 
     def layer_copies(self) -> list[Transfer]:
-        """Return the submitted layer copies. Call it after the pass."""
+        """Call it after the pass."""
         return [layer.result() for layer in self.layers if layer.exception() is None]
 
     def has_lost_copies(self) -> bool:
-        """Whether the device failed in a layer's copy, which may still run."""
         return any(isinstance(layer.exception(), DeviceError) for layer in self.layers)
 
 
@@ -46,20 +45,19 @@ class Reading:
 
 
 def settle(one: Reserving, read: "Future[Reading] | None") -> None:
-    """Commit the copied chunks and release the rest."""
     reservation = None if one.reservation.cancelled() else one.reservation.result()
     if reservation is None:
         return
     try:
         reading = read.result() if read is not None else Reading(one.layer_copies())
-    except CancelledError:  # `end_reading` has stopped waiting
+    except CancelledError:
         reading = Reading(one.layer_copies())
     reading.is_lost = reading.is_lost or one.has_lost_copies()
     try:
         wait_for(reading.transfers)
     except DeviceError:
         reading.is_lost = True
-    # a thread's edge: after any error, the chunks are not committed
+    # after any error, the chunks are not committed
     except Exception:
         reading.is_whole = False
         log.exception("kvhold: chunks of request %s were not stored", one.store.request_id)

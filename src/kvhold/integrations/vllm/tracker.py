@@ -1,15 +1,8 @@
 """Track one request's computed tokens and stored chunks. No I/O, no vLLM.
 
-    tracker.start(computed_tokens)
-    tracker.advance(scheduled_tokens)   # the step just planned
-    tracker.take(request.all_token_ids) # chunks that become whole in it
-    tracker.finish(request.all_token_ids, num_blocks)
-
 Only the prompt's tokens and those in `all_token_ids` are known; drafts and placeholders are not. A
 step stores the KV of the first min(computed, known) tokens. This KV is final after the step's pass,
-because each pass begins with the last sampled token. So rejected drafts do no harm.
-
-An ended request's last token has no KV.
+because each pass begins with the last sampled token. An ended request's last token has no KV.
 """
 
 from collections.abc import Sequence
@@ -20,14 +13,11 @@ from kvhold.core.keys import ChunkNames, GrowingPrompt, Prompt
 
 @dataclass
 class RequestTracker:
-    """The progress of one request.
-
-    prompt: the part that may be stored. After a preemption, with save_decode, it includes
-            generated tokens
-    store_tails: store the blocks after the last whole chunk
+    """prompt: the part that may be stored. After a preemption, with save_decode, it includes
+        generated tokens
     skip_last_n_tokens: with save_decode, leave out the last known tokens
     start_tokens: computed at the start or resume
-    taken_back_tokens: scheduled tokens that the engine does not count any more
+    taken_back_tokens: scheduled, but not counted by the engine any more
     next_chunk: the first chunk not known to be cached
     known_tail: end of the cached tail, in tokens; 0: none
     """
@@ -45,7 +35,7 @@ class RequestTracker:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens with KV after the scheduled steps."""
+        """Prompt tokens with KV after scheduled steps."""
         return min(self.prompt.num_tokens, self._counted)
 
     def found(self, hit_tokens: int) -> None:
@@ -53,15 +43,14 @@ class RequestTracker:
         self.known_tail = hit_tokens if tail else 0
 
     def start(self, computed_tokens: int) -> None:
-        """Record a start or resume. Chunks beyond `computed_tokens` count as not stored."""
+        """Chunks beyond `computed_tokens` count as not stored."""
         self.start_tokens = computed_tokens
         self.num_scheduled_tokens = self.taken_back_tokens = 0
         # + 1: after a full hit, the last token is computed again
         self._keep(computed_tokens + 1)
 
     def advance(self, scheduled_tokens: int, computed_tokens: int | None = None) -> None:
-        """Record a step of `scheduled_tokens` tokens, including drafts and placeholders.
-
+        """scheduled_tokens: including drafts and placeholders
         computed_tokens: the engine's count before the step. If the tracker's count is larger,
             chunks beyond `computed_tokens` count as not stored
         """
@@ -71,7 +60,7 @@ class RequestTracker:
         self.num_scheduled_tokens += scheduled_tokens
 
     def take(self, token_ids: Sequence[int] = ()) -> ChunkNames | None:
-        """Return the chunks that are complete after the last step and not taken yet; None: none.
+        """Return chunks completed by the last step; None: none.
 
         Gather them after that step's pass and before the request's next one.
         """
@@ -97,9 +86,9 @@ class RequestTracker:
     def finish(self, token_ids: Sequence[int], num_blocks: int) -> ChunkNames | None:
         """Return an ended request's remaining chunks; None: none.
 
-        Gather them after the passes under way and before the engine reuses the blocks.
+        Gather them after running passes and before the engine reuses the blocks.
 
-        num_blocks: the request's blocks; 0 if it ended while preempted
+        num_blocks: the request's; 0 if it ended while preempted
         """
         end = min(self._end(len(token_ids)), len(token_ids) - 1, num_blocks * self._block)
         if end <= self.prompt.num_tokens:

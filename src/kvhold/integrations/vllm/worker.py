@@ -1,8 +1,8 @@
 """Copy between the engine's blocks and the node's arena, in a worker's process.
 
-Loads run on their own thread while their requests wait. A second thread reserves memory for stores
-during a pass and reads the blocks right after the pass. The next pass waits for these reads,
-because it may reuse the blocks.
+One thread loads while requests wait. A second one reserves memory for stores during a pass and
+reads the blocks right after it. The next pass waits for these reads, because it may reuse the
+blocks.
 
 vLLM computes the KV of failed loads, and all KV from the first damaged chunk on. A failed store is
 a later miss.
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WARM_BYTES = 1 << 30
-# how long a step that computes nothing waits for a load
+# for a load, in a step that computes nothing
 _IDLE_WAIT_S = 0.005
 
 
@@ -74,12 +74,8 @@ class WorkerSide:
         adapters: AdapterLoads | None = None,
         copier: Copier | None = None,
     ) -> None:
-        """Join the node and start the copy threads.
-
-        num_blocks: the engine's blocks, equal for all its groups
-        name: shown by `kvhold clients`
-        adapters: the loads of adapters; None: no adapters
-        copier: None: `register` chooses it by the blocks' device
+        """num_blocks: the engine's, equal for all groups
+        copier: None: chosen in `register` by the blocks' device
         """
         self._config = config
         self._namespace = namespace
@@ -91,7 +87,7 @@ class WorkerSide:
         self._adapters = adapters or AdapterLoads()
         self._copier: Copier = copier or HostCopier(config.copy_threads or COPY_THREADS)
         self._is_copier_given = copier is not None
-        self._views: dict[int, list[View]] = {}  # by shard: one view for each part
+        self._views: dict[int, list[View]] = {}
         self.tally = Tally()
         self._toucher: Toucher | None = None
         self._cache = join(config, namespace, name=name)
@@ -113,7 +109,7 @@ class WorkerSide:
         self._reading: list[tuple[Reserving, Future[Reading]]] = []
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
-        self._loading = 0  # loads not yet returned by `take_loaded`
+        self._loading = 0
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
@@ -123,7 +119,7 @@ class WorkerSide:
         return self._cache.path
 
     def relay(self) -> Relay | None:
-        """Relay lookups to this host's node. None if `span.listen` is not set, or is taken.
+        """None: `span.listen` is not set, or is taken.
 
         Raises ConfigError, LayoutError.
         """
@@ -141,9 +137,9 @@ class WorkerSide:
         return self._relay
 
     def register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        """Learn where the engine's blocks are, and prove that copies are exact.
+        """Prove that copies to the engine's blocks are exact.
 
-        Raises LayoutError if the geometry or a copy is wrong, and DeviceError.
+        Raises LayoutError: the geometry or a copy is wrong; DeviceError.
         """
         self._choose_copier(str(next(iter(kv_caches.values())).device))
         self._views = {shard: [] for shard in self._held}
@@ -181,7 +177,6 @@ class WorkerSide:
             self._layerwise.use(self._copier)
 
     def _blocks_of(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Make the engine's blocks the tensor's first axis."""
         if tensor.shape[0] == self._num_blocks:
             return tensor
         if tensor.shape[0] % self._num_blocks:
@@ -191,13 +186,12 @@ class WorkerSide:
         return tensor.unflatten(0, (self._num_blocks, -1))
 
     def _warm_pages(self, views: list[View]) -> None:
-        """Fault in the arena and the blocks; otherwise the first hit pays 0.7 ms per MiB."""
+        """Otherwise the first hit pays 0.7 ms per MiB for page faults."""
         try:
             self._cache.arena_buffer.size  # noqa: B018 - the first access maps it
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
         if views[0].device == "cpu":
-            # groups may share memory
             first = {int(address): view for view in views for address in view.table[:, 0]}
             most = min(_WARM_BYTES, available_bytes() // 16) // len(first)
             regions = [
@@ -232,9 +226,9 @@ class WorkerSide:
             self._layerwise.wait(layer_name)
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention: copy the layer of the completed chunks.
+        """After a layer's attention: copy the layer of completed chunks.
 
-        Chunks that have no memory yet are copied after the pass.
+        Chunks without memory yet are copied after the pass.
         """
         if self._layerwise is None:
             return
@@ -246,7 +240,7 @@ class WorkerSide:
             ):
                 try:
                     one.pieces[:] = self._pieces_of(one.store, one.shard, reservation)
-                # an error here must not fail the pass
+                # an error must not fail the pass
                 except Exception:
                     log.exception(
                         "kvhold: chunks of request %s are not copied inside the pass",
@@ -256,9 +250,9 @@ class WorkerSide:
                 one.layers.append(saving)
 
     def store(self, *, computed: bool = True) -> None:
-        """After the pass: copy and commit its chunks, with one deadline for all chunks.
+        """After the pass: copy and commit chunks, with one deadline for all.
 
-        computed: False if the pass failed; its stores are dropped
+        computed: False: the pass failed, and its stores are dropped
         """
         reserved, self._reserved = self._reserved, []
         if self._layerwise is not None:
@@ -276,7 +270,7 @@ class WorkerSide:
             if computed
             else []
         )
-        for one, read in self._reading:  # the next pass waits for the reads
+        for one, read in self._reading:
             self._settler.submit(settle, one, read)
         if not computed:
             for one in reserved:
@@ -321,21 +315,16 @@ class WorkerSide:
             reading.is_lost = True
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)
-        # a thread's edge: the future's exception is never read
         except Exception:
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
         return reading
 
     def take_stored(self) -> set[str]:
-        """Return ended requests whose blocks are free."""
         stored, self._stored_last = self._stored_last, set()
         return stored
 
     def take_loaded(self, *, idle: bool = False) -> set[str]:
-        """Return requests of newly ended loads.
-
-        idle: the engine computes nothing; wait `_IDLE_WAIT_S` for a load
-        """
+        """idle: the engine computes nothing; wait `_IDLE_WAIT_S` for a load"""
         ended: set[str] = set()
         while self._loading:
             try:
@@ -387,13 +376,11 @@ class WorkerSide:
             )
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
-        # a thread's edge: `result` would raise it inside the engine's step
         except Exception:
             log.exception("kvhold: reserve for request %s", store.request_id)
         return None
 
     def _groups(self, store: Store) -> npt.NDArray[np.bool_] | None:
-        """[parts, chunks]: whether a part has all blocks of a chunk; None: all do."""
         if all(min(ids, default=0) >= 0 for ids in store.block_ids):
             return None
         num_tokens = store.names.num_tokens(self._namespace.layout)
@@ -444,7 +431,7 @@ class WorkerSide:
         )
 
     def _load(self, load: Load, mark: Mark | None) -> None:
-        """Claim a hit and copy it after `mark`. Report the end even after errors."""
+        """Report the end even after errors."""
         began_s = time.monotonic()
         failed, damaged = blocks_of(load), list[int]()
         leases: list[Lease] = []
@@ -475,7 +462,7 @@ class WorkerSide:
                 load.request_id,
                 error,
             )
-        # a thread's edge: the engine learns from `failed` what to compute
+        # `failed` tells the engine what to compute
         except Exception:
             log.exception(
                 "kvhold: the KV of request %s could not be copied and is computed", load.request_id
@@ -498,7 +485,6 @@ class WorkerSide:
             )
 
     def _scatter(self, load: Load, shard: int, lease: Lease, mark: Mark | None) -> list[int]:
-        """Copy one shard's chunks in. Return the damaged blocks."""
         pieces = self._pieces_into(load, shard, lease)
         damage = self._copier.scatter(pieces, after=mark).wait()
         damaged: list[int] = []
@@ -518,7 +504,7 @@ class WorkerSide:
 
 
 def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """[chunks]: whether all blocks are present."""
+    """[chunks]: all blocks are present."""
     counts = -(-num_tokens // part.group.block_tokens)
     ends = np.cumsum(counts)
     there = np.array(ids, dtype=np.int64) >= 0
@@ -528,7 +514,7 @@ def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt
 
 
 def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> None:
-    """Raise KVHoldError if a block would get no bytes: its KV would be wrong."""
+    """Raises KVHoldError: a block would get no bytes."""
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     absent = np.repeat(places.offsets == ABSENT, per_chunk)
     if (absent & (blocks >= 0)).any():

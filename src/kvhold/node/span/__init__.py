@@ -1,12 +1,7 @@
-"""An engine whose workers are on several hosts: one lookup asks the node of each host.
+"""An engine whose workers are on several hosts: one lookup asks each host's node.
 
-    relay = Relay(config.span, address, cache)           # in a worker, on another host
-    others = OtherHosts([RelayPlace(...)], config.span)  # in the scheduler's process
-    span = Span([OwnHost(cache, shards), *others.hosts])
-    hit = span.lookup(prompt, deadline_s=1.0)            # as long as the shortest hit of all hosts
-
-A node is reached only by its Unix socket, so a worker relays the lookups to it. A worker claims the
-ticket of its own host.
+A node has only a Unix socket, so a worker of its host relays the lookups. Workers claim their own
+host's ticket.
 """
 
 from kvhold.node.span.hosts import OtherHosts, OwnHost, RelayPlace

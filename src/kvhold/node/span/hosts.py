@@ -1,11 +1,7 @@
 """The hosts of a spanning engine, as its scheduler asks them.
 
-    waits = [host.look_up(query, ...) for host in hosts]  # all are asked at once
-    answers = [wait() for wait in waits]
-
-`OwnHost` asks the node of the scheduler's host. `OtherHost` asks a relay: one connection, one
-request at a time, in a thread for all of them. A host that is away, or has not answered for a
-call's deadline, answers at once that it is lost.
+`OwnHost` asks the scheduler's node. `OtherHost` asks a relay, one request at a time. A host that is
+away, or silent for a call's deadline, counts as lost.
 """
 
 import asyncio
@@ -37,14 +33,14 @@ from kvhold.node.client import NodeClient
 log = logging.getLogger(__name__)
 
 _CONNECT_WITHIN_S = 5.0
-_PAUSE_S = 1.0  # between two attempts to connect
+_PAUSE_S = 1.0
 _CLOSE_WITHIN_S = 5.0
 _greeting: Decoder[s.Greeting] = Decoder(s.Greeting)
 _answer: Decoder[s.Answer] = Decoder(s.Answer)
 
 
 class Host(Protocol):
-    """shards: of the workers on it, in order"""
+    """shards: of its workers, in order"""
 
     name: str
     shards: tuple[int, ...]
@@ -52,7 +48,7 @@ class Host(Protocol):
     def look_up(
         self, query: Query, *, have_tokens: int, uses: Uses, deadline_s: float
     ) -> Callable[[], s.LookedUp]:
-        """Ask, and return the wait for the answer."""
+        """Return the wait for the answer."""
 
     def look_again(
         self, ticket: int, *, settle: bool, deadline_s: float
@@ -61,14 +57,11 @@ class Host(Protocol):
     def let_go(self, ticket: int) -> None: ...
 
     def repeat_clear(self, namespace: bytes, at_ns: int, *, deadline_s: float) -> bool:
-        """Return whether the host has cleared the namespace at this time or later."""
+        """Return whether it has cleared the namespace since."""
 
 
 class OwnHost:
-    """The scheduler's host. Waits raise the node's errors, so that a caller can await its return.
-
-    One thread.
-    """
+    """The scheduler's host. Waits raise the node's errors. One thread."""
 
     def __init__(self, cache: NodeClient, shards: Sequence[int]) -> None:
         self.name = "this host"
@@ -111,7 +104,7 @@ class OwnHost:
         return True
 
     def _looked_up(self, ticket: int, hit: Hit, namespace: bytes, deadline_s: float) -> s.LookedUp:
-        """Ask for the last clear after the pins, as a relay does."""
+        """Ask for the last clear after the pins, so a later clear shows."""
         try:
             cleared_ns = self._cache.cleared_ns(namespace, deadline_s=deadline_s)
         except KVHoldError:
@@ -127,10 +120,7 @@ class OwnHost:
 
 @dataclass(frozen=True)
 class RelayPlace:
-    """Where a host's relay listens, and its shards.
-
-    name: of the host, for logs
-    """
+    """A relay's address, and its host's shards."""
 
     name: str
     address: str
@@ -141,15 +131,13 @@ class RelayPlace:
 
 @dataclass
 class _Call:
-    """deadline_s: the relay's own; it may take twice as long, because it calls its node twice"""
-
     request: s.Request
     deadline_s: float
     answer: "Future[s.Answer]" = field(default_factory=Future)
 
 
 class OtherHost:
-    """lost: why it cannot be asked; None: it can"""
+    """lost: why it cannot be asked, or None"""
 
     def __init__(self, place: RelayPlace, tls: ssl.SSLContext | None) -> None:
         self.name, self.shards = place.name, place.shards
@@ -160,9 +148,9 @@ class OtherHost:
         self._tls = tls if place.uses_tls else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
-        self._owed: _Call | None = None  # sent, not answered
+        self._owed: _Call | None = None
         self._owed_since_s = 0.0
-        self._is_told = True  # whether its loss was logged
+        self._is_told = True
         self.tried = threading.Event()
         """Set when it is connected, or could not be."""
 
@@ -215,7 +203,7 @@ class OtherHost:
     def _submit(self, call: _Call) -> bool:
         if self.lost is not None or self._loop is None:
             return False
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._enqueue, call)
             return True
         return False
@@ -227,7 +215,6 @@ class OtherHost:
             call.answer.cancel()
 
     async def keep(self) -> None:
-        """Connect, and connect again when the connection is lost. Ends when it is cancelled."""
         self._loop = asyncio.get_running_loop()
         while True:
             why = "its relay has closed the connection"
@@ -247,7 +234,6 @@ class OtherHost:
                 why = str(error)
             finally:
                 self._lose(why)
-            # until the next attempt; ended by a cancellation
             await asyncio.sleep(_PAUSE_S)
 
     async def _connect(self) -> Stream:
@@ -283,7 +269,7 @@ class OtherHost:
             self._owed = None
             try:
                 call.answer.set_result(answer)
-            except InvalidStateError:  # the caller has given up
+            except InvalidStateError:
                 if isinstance(answer, s.LookedUp) and answer.ticket:
                     self._calls.put_nowait(_Call(s.LetGo(answer.ticket), s.SILENT_S))
 
@@ -313,12 +299,10 @@ class OtherHost:
 
 
 class OtherHosts:
-    """The other hosts of an engine, and the thread of their connections."""
-
     def __init__(
         self, places: Sequence[RelayPlace], config: SpanConfig, *, cores: str = "inherit"
     ) -> None:
-        """Connect in the background. Raises ConfigError for unusable TLS settings."""
+        """Raises ConfigError for unusable TLS settings."""
         tls = None
         if any(place.uses_tls for place in places):
             try:
@@ -349,7 +333,7 @@ class OtherHosts:
         return [f"{host.name}: {host.lost}" for host in self.hosts if host.lost is not None]
 
     def close(self) -> None:
-        """End the connections. The relays then release their hits. Idempotent."""
+        """The relays then release their hits. Idempotent."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_WITHIN_S)
@@ -369,14 +353,13 @@ class OtherHosts:
 
 
 def _result_of(call: _Call) -> s.Answer | None:
-    """Wait for an answer within the deadline; None: there is none. A later one is let go."""
+    """None: no answer within the deadline; a later one is released."""
     try:
         return call.answer.result(timeout=call.deadline_s)
     except FutureTimeout:
         if call.answer.cancel():
             return None
         return call.answer.result()
-    # the connection was lost
     except BaseException as error:
         if call.answer.cancelled():
             return None

@@ -1,11 +1,10 @@
 """Lookups of an engine on several hosts.
 
-A hit is what all hosts have, pinned on all of them. Hosts with a longer hit are asked again for a
-prompt of the shortest length, until all answers are equal: a shorter prompt may need other chunks
-of windows, states and tails.
+A hit is the part that all hosts have, pinned on all. Hosts with a longer hit are asked again for
+the shortest length until all are equal: a shorter prompt may need other chunks.
 
-A lost host is a miss. A host that was cleared is a miss, too, and the others repeat the clear. No
-hit mixes chunks from before and after a clear.
+A lost or cleared host is a miss. The others repeat the clear, so no hit mixes chunks from before
+and after it.
 """
 
 import logging
@@ -24,11 +23,11 @@ from kvhold.node.span.hosts import Host
 
 log = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 4  # of asking again
+_MOST_ROUNDS = 4
 
 
 class SpanHit(Hit):
-    """A hit on all hosts. tickets: by host, to claim the hit there; empty: nothing was found"""
+    """tickets: by host, to claim the hit there; empty: a miss"""
 
     def __init__(self, lookup: "_Lookup") -> None:
         super().__init__(
@@ -45,7 +44,7 @@ class SpanHit(Hit):
 
 
 class Span:
-    """The hosts that have shards. One thread."""
+    """One thread."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = [host for host in hosts if host.shards]
@@ -53,7 +52,7 @@ class Span:
     def lookup(
         self, prompt: Prompt, *, have_tokens: int = 0, uses: Uses = "all", deadline_s: float
     ) -> SpanHit:
-        """Pin the longest hit that all hosts have. It may be arriving.
+        """The hit may be arriving.
 
         deadline_s: of each call to a host
 
@@ -64,17 +63,13 @@ class Span:
         return SpanHit(lookup)
 
     def repeat_clear(self, namespace: bytes, at_ns: int, *, deadline_s: float) -> None:
-        """Clear a namespace on all hosts. A host that is away clears at the next lookup."""
+        """A host that is away clears at the next lookup."""
         for host in self.hosts:
             host.repeat_clear(namespace, at_ns, deadline_s=deadline_s)
 
 
 @dataclass
 class _Lookup:
-    """answers: by host; empty: a miss, and nothing is held
-    reason: why the hit ends
-    """
-
     hosts: Sequence[Host]
     prompt: Prompt
     have_tokens: int
@@ -113,7 +108,6 @@ class _Lookup:
         self._go_on()
 
     def look_again(self, *, settle: bool) -> Found:
-        """Ask the hosts whose hits are arriving."""
         if not self.answers:
             return self.found()
         self._ask(
@@ -134,7 +128,6 @@ class _Lookup:
                 host.let_go(answer.ticket)
 
     def _go_on(self) -> None:
-        """Make the hits equal, unless some are arriving that may still count."""
         while self.answers:
             empty = [one for one in self.answers if not one.arriving and not one.num_tokens]
             is_arriving = any(answer.arriving for answer in self.answers)
@@ -158,7 +151,7 @@ class _Lookup:
             self._ask_for(shortest.num_tokens, longer)
 
     def _ask_for(self, num_tokens: int, longer: Sequence[bool]) -> None:
-        """Look a shorter prompt up. The longer hit stays pinned until then."""
+        """The longer hit stays pinned until the answer."""
         before, shorter = list(self.answers), self.prompt.until(num_tokens)
         try:
             self._ask(
@@ -181,18 +174,13 @@ class _Lookup:
                     host.let_go(answer.ticket)
 
     def _ask(self, asks: Sequence[Callable[[], Callable[[], s.LookedUp]] | None]) -> None:
-        """Ask hosts at once, and take their answers; None: its answer stays.
-
-        If one is lost, it is a miss. Raises the errors of the scheduler's own node.
-        """
+        """Ask hosts at once; None: the answer stays. Raises the own node's errors."""
         before = self.answers or [s.LookedUp()] * len(self.hosts)
         waits = [None if ask is None else ask() for ask in asks]
         answers, failure = list[s.LookedUp](), None
-        # the own node is asked while the others answer
         for wait, answer in zip(waits, before, strict=True):
             try:
                 answers.append(answer if wait is None else wait())
-            # the other answers are taken first, because they hold hits
             except KVHoldError as error:
                 failure = failure or error
                 answers.append(s.LookedUp(lost=str(error)))
@@ -210,7 +198,6 @@ class _Lookup:
                 return
 
     def _differ_in_clears(self) -> bool:
-        """Repeat the last clear on the hosts that were not cleared since; then it is a miss."""
         latest_ns = max(answer.cleared_ns for answer in self.answers)
         behind = [
             host

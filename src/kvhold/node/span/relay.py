@@ -1,11 +1,7 @@
 """Relay the lookups of an engine's scheduler to this host's node, in a worker's process.
 
-    relay = Relay(config.span, "10.0.0.5:0", cache)
-    relay.address, relay.token  # for the scheduler
-    relay.close()
-
-The hits of a conversation are released when it ends, and it ends after `SILENT_S` of silence. So a
-scheduler that is lost pins nothing. An event loop, and a second thread for the calls to the node.
+A conversation's hits are released when it ends, or after `SILENT_S` of silence. An event loop, and
+a second thread for calls to the node.
 """
 
 import asyncio
@@ -38,8 +34,6 @@ _request: Decoder[s.Request] = Decoder(s.Request)
 
 @dataclass(frozen=True)
 class _Held:
-    """deadline_s: of each call to the node"""
-
     hit: Hit
     namespace: bytes
     deadline_s: float
@@ -51,9 +45,7 @@ class Relay(LoginServer):
     def __init__(
         self, config: SpanConfig, address: str, cache: NodeClient, *, cores: str = "inherit"
     ) -> None:
-        """Listen, and start the threads.
-
-        address: HOST:PORT; port 0: any free one
+        """address: HOST:PORT; port 0: any free one
         cache:   the caller closes it after this relay
 
         Without a token in the settings, a random one is used. Raises ConfigError, NodeError.
@@ -85,7 +77,6 @@ class Relay(LoginServer):
 
     @property
     def token(self) -> str:
-        """The scheduler must send it."""
         return self._token
 
     @property
@@ -93,7 +84,7 @@ class Relay(LoginServer):
         return self._tls is not None
 
     def close(self) -> None:
-        """End all conversations, and release their hits. Idempotent."""
+        """Release all hits. Idempotent."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._end(self._accepting), self._loop).result()
@@ -122,11 +113,10 @@ class Relay(LoginServer):
                 async with asyncio.timeout(s.SILENT_S):
                     await stream.send([encode(answer)])
         finally:
-            # after a call that still runs, because there is one thread
             self._caller.submit(_close_all, hits)
 
     def _answer(self, hits: dict[int, _Held], request: s.Request) -> s.Answer:
-        """Answer a request. A failing node is an answer, too."""
+        """A failing node is an answer, too."""
         match request:
             case s.LookUp():
                 return self._look_up(hits, request)
@@ -180,7 +170,7 @@ class Relay(LoginServer):
         return self._looked_up(hits, request.ticket, held)
 
     def _looked_up(self, hits: dict[int, _Held], ticket: int, held: _Held) -> s.LookedUp:
-        """Ask for the last clear after the pins: a later clear shows, so no older chunk is used."""
+        """See `OwnHost`."""
         hit = held.hit
         try:
             cleared_ns = self._cache.cleared_ns(held.namespace, deadline_s=held.deadline_s)

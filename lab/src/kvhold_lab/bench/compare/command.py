@@ -1,5 +1,3 @@
-"""`kvhold bench compare`, and its preset `kvhold bench vllm`."""
-
 import os
 import sys
 import time
@@ -154,15 +152,12 @@ def vllm(
 
 @dataclass(frozen=True)
 class _Host:
-    """peer: the host-memory spec of vLLM's offloading"""
-
     model: ModelInfo
     threads: int
     peer: Path | None
 
     @classmethod
     def of(cls, model_size: str, threads: int | None, peer: Path | None) -> "_Host":
-        """Print the set-up. Raises ClickException without vLLM."""
         if not is_vllm_available():
             raise click.ClickException(
                 "vLLM is not installed here: this command measures a real one"
@@ -185,8 +180,6 @@ class _Host:
 
 @dataclass(frozen=True)
 class _Result:
-    """stopped: why the run ended early, if it failed"""
-
     measured: CompareMeasurement
     began: float
     rows: list[SystemRow]
@@ -236,7 +229,6 @@ def _report(
 
 
 def _end(plan: ComparePlan, result: _Result) -> None:
-    """Exit with 1 after a failure or a stop."""
     if bad := failed(result.rows, most_reuse=plan.most_reuse, strict=plan.strict):
         places = sorted({f"{row.system} ({row.tier}, {row.workload})" for row in bad})
         click.echo(f"kvhold bench {plan.command}: FAILED: {', '.join(places)}", err=True)

@@ -16,7 +16,6 @@ _Times = Literal["seconds", "cpu_s"]
 
 
 def visiting_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
-    """Cost without reuse, TTFT from half reuse on."""
     found: list[Goal] = []
     for tier in dict.fromkeys(row.tier for row in rows):
         found += _cost(_unused(measured), tier, where=f"{tier}, ", unknown=math.inf)
@@ -38,7 +37,6 @@ def visiting_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> l
 
 
 def repeating_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
-    """Cost without reuse, TTFT by reuse, full hits."""
     unused = _unused(measured)
     found = list(_cost(unused, "ram", cpu=True))
     noise = _noise(split(unused)[0], names.AGAIN, names.PLAIN)
@@ -66,7 +64,6 @@ def repeating_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> 
 def _cost(
     unused: Sequence[Cell], tier: str, *, where: str = "", unknown: float = 1.0, cpu: bool = False
 ) -> Iterator[Goal]:
-    """unknown: the noise if no identical engine shows it"""
     ours = names.key(names.KVHOLD, tier)
     alone, bursts = split(unused)
     kinds: list[tuple[str, list[Cell], _Times]] = [
@@ -99,5 +96,4 @@ def _noise(
     *,
     unknown: float = 1.0,
 ) -> float:
-    """Return the factor between two equal systems."""
     return ratio(cells, name, other, times).apart if shared(cells, name, other) else unknown

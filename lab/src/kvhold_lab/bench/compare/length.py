@@ -1,6 +1,5 @@
-"""The default prompt length: all visits must end within an hour.
-
-One engine is asked before the others start, because their memory depends on the length.
+"""The default prompt length: all visits must end within an hour. One engine is asked first, because
+memory depends on the length.
 """
 
 from collections.abc import Sequence
@@ -12,11 +11,10 @@ from kvhold_lab.engines.engine import Engine, binding, options_for
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.prompts import make_prompt
 
-# a quarter is a little more than a multiple of 128, vLLM's block
 LENGTHS = (1_100, 600)
 
 _MOST_S = 45 * 60
-_AROUND = 1.3  # time of a visit / time to compute its prompts
+_AROUND = 1.3
 _SEEDS = range(999_990, 999_993)
 
 

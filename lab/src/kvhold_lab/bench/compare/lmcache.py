@@ -1,7 +1,4 @@
-"""LMCache 0.5.6 for vLLM on a CPU: its multi-process server and an engine's settings.
-
-The server runs in LMCache's environment, the connector in the engine's (`lmcache_in_vllm.py`).
-"""
+"""LMCache 0.5.6 for vLLM on a CPU: its server, in its own environment, and an engine's settings."""
 
 import os
 import socket
@@ -18,7 +15,7 @@ from kvhold_lab.servers.base import free_port
 _TOKENS_PER_CHUNK = 256
 
 # LMCache's memory then keeps nothing. By default it refuses a prompt of four chunks if less is
-# free: with memory for ten it then never stores again.
+# free.
 _ONLY_BELOW = ("--l2-store-policy", "skip_l1")
 
 _START_S = 120.0
@@ -33,8 +30,6 @@ _QUIET = {
 
 
 class LMCacheServer:
-    """One server. tier: ram, disk (in `folder`) or redis (at `redis_port` of loopback)."""
-
     def __init__(
         self,
         python: Path,
@@ -142,7 +137,6 @@ class LMCacheServer:
 
 
 def tokens_per_chunk(num_tokens: int) -> int:
-    """Return LMCache's default, or a block for prompts shorter than four chunks."""
     return _TOKENS_PER_CHUNK if num_tokens >= 4 * _TOKENS_PER_CHUNK else TOKENS_PER_BLOCK
 
 

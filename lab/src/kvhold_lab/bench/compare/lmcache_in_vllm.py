@@ -1,8 +1,7 @@
 """LMCache's connector, loaded by vLLM from LMCache's environment (`kv_connector_module_path`).
 
-The variable `PACKAGES` names its packages, which come after the engine's own. The import also
-repairs a conflict: vLLM looks through all modules' names, and llvmlite's library, which LMCache
-loads, takes `__dict__` for a function of LLVM.
+vLLM looks through all modules' names, where llvmlite's library takes `__dict__` for a function of
+LLVM; the import repairs this.
 """
 
 import os

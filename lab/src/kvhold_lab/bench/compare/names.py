@@ -1,13 +1,10 @@
 """The names of the compared systems.
 
-- "vllm" has a prefix cache for two prompts and is the baseline. "vllm, again" is a second,
-  identical engine: it shows the noise. In "vllm, all in memory", the limit, a hit copies nothing.
-- "lmcache" is LMCache's multi-process server.
-- "kvhold, left alone" and "left alone again" are the kvhold engine with store and load off.
-- "kvhold, layer by layer" and "kvhold, beside the passes" have no prefix cache and differ only in
-  `layerwise`.
-- "kvhold, unchecked" and "checked again" are the kvhold engine, too, with `client.check_memory` off
-  and on.
+- "vllm", the baseline, has a prefix cache for two prompts. "vllm, again" is identical: it shows the
+  noise. In "vllm, all in memory", the limit, a hit copies nothing.
+- "kvhold, left alone" and "left alone again" have store and load off.
+- "kvhold, layer by layer" and "beside the passes" differ only in `layerwise`.
+- "kvhold, unchecked" and "checked again" differ in `client.check_memory`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +39,6 @@ SYSTEMS = (
     CHECKED_AGAIN,
     LIMIT,
 )
-# of the kvhold engine: only other rules or settings for requests
 COPIES = (LEFT_ALONE, LEFT_AGAIN, UNCHECKED, CHECKED_AGAIN)
 WITH_TIERS = (LMCACHE, KVHOLD, ALONE)
 TIERS = ("ram", "disk", "redis")
@@ -57,5 +53,4 @@ def is_ours(name: str) -> bool:
 
 
 def num_asked(systems: Sequence[str], tiers: Sequence[str]) -> int:
-    """Return the number of engines that get every prompt."""
     return sum(len(tiers) if name in WITH_TIERS else 1 for name in systems if name not in COPIES)

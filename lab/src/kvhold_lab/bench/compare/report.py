@@ -1,5 +1,3 @@
-"""Show the rows as tables and as a picture."""
-
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +30,7 @@ def render(rows: Sequence[SystemRow]) -> str:
 
 
 def draw(rows: Sequence[SystemRow], path: Path, title: str) -> None:
-    """Draw TTFT over reuse as PNG, SVG or PDF. Raises ConfigError without matplotlib."""
+    """PNG, SVG or PDF. Raises ConfigError."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 4.6), layout="constrained")

@@ -1,9 +1,8 @@
 """The plan of `kvhold bench vllm`: rounds of all shares of reuse, in memory.
 
-A prompt begins with a text of the previous round. A round computes several times as much KV as an
-engine's memory holds, so the memory has forgotten the text. Without cells of no reuse, all engines
-but the limit clear their prefix cache before each request. The first round does not count. Small
-effects are measured within one engine, because processes differ.
+A prompt begins with a text of the previous round, which engines' memory has forgotten. Without
+cells of no reuse, all engines but the limit clear their prefix cache before each request. The first
+round does not count.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ _FEW = (names.PLAIN, names.AGAIN, _KVHOLD)
 _UNCHECKED_CELLS = 12
 _ANSWER_TOKENS = 8
 
-# systems, and whether it is a burst
 _Cell = tuple[tuple[str, ...], bool]
 
 
@@ -33,7 +31,6 @@ def repeating(
     layerwise: bool = False,
     unchecked: bool = False,
 ) -> ComparePlan:
-    """shares: of reuse, per cent"""
     of_share = {share: _cells(share, layerwise=layerwise, unchecked=unchecked) for share in shares}
     stages = []
     for number in range(1 + rounds):

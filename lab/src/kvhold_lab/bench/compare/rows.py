@@ -18,20 +18,18 @@ from kvhold_lab.bench.compare.names import (
 from kvhold_lab.bench.compare.run import CompareMeasurement
 from kvhold_lab.bench.ratios import Cell, Ratio, rates_of, ratio, seconds_of, shared
 
-# not peers of any system: copies of others, and systems that no user runs
 _CONTROLS = (AGAIN, LIMIT, *COPIES)
 
 
 @dataclass(frozen=True)
 class SystemRow:
-    """One system in one cell. None: not measured, see `error`.
+    """None: not measured, see `error`.
 
     throughput: tokens of prompts and outputs a second, in bursts
-    ratio_to_best_peer: of TTFT; copies, the limit and kvhold's own variants are no peers
+    ratio_to_best_peer: of TTFT
     interval: of that ratio, 95 %
     cached_tokens: of the shortest hit
     sources: tokens that the node found, by tier
-    ttft_ratios, throughput_ratios, cpu_ratios: to each other system
     """
 
     workload: str
@@ -128,17 +126,12 @@ def peers(name: str, others: dict[str, Ratio]) -> list[str]:
 
 
 def split(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Return single prompts and bursts."""
     return [cell for cell in cells if not cell.burst], [cell for cell in cells if cell.burst]
 
 
 def failed(
     rows: Sequence[SystemRow], *, most_reuse: int = 100, strict: bool = False
 ) -> list[SystemRow]:
-    """Return rows where kvhold failed, or reused nothing at the largest share of reuse.
-
-    strict: in any of the requests
-    """
     return [
         row
         for row in rows

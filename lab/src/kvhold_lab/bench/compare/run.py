@@ -1,7 +1,7 @@
-"""The rounds: every system gets the same prompts, in an order that changes from cell to cell.
+"""The rounds: every system gets the same prompts, in a changing order.
 
-Times are compared within a cell. Systems without tiers are asked once for all tiers. A system that
-fails, or answers differently from "recompute", is dropped; with a strict plan it ends the run.
+Systems without tiers are asked once for all tiers. A system that fails, or answers differently from
+"recompute", is dropped; with a strict plan it ends the run.
 """
 
 import random
@@ -22,8 +22,6 @@ Work = tuple[str, int]
 
 @dataclass
 class CompareMeasurement:
-    """sources: tokens that the node found, by tier."""
-
     cells: dict[Work, list[Cell]] = field(default_factory=dict)
     sources: dict[tuple[Work, str], dict[str, int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -37,10 +35,7 @@ def measure(
     *,
     say: Callable[[str], None],
 ) -> None:
-    """Raises EngineFailed if "recompute" fails; with a strict plan if any system does.
-
-    Raises OutputsDiffer with a strict plan.
-    """
+    """Raises EngineFailed, OutputsDiffer."""
     measured.errors = running.errors
     chance = random.Random(len(plan.stages))
     planned = [visit for stage in plan.stages for visit in stage.visits]
@@ -117,7 +112,6 @@ def _systems_of(running: RunningSystem, visit: Visit) -> list[str]:
 
 
 def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
-    """Return why a system's answer differs from that of "recompute", or of the first system."""
     if not answers:
         return {}
     right = RECOMPUTE if RECOMPUTE in answers else next(iter(answers))

@@ -1,7 +1,6 @@
-"""The compared systems: each a real vLLM in its own process. All run at the same time.
+"""The compared systems: each a real vLLM in its own process, all at the same time.
 
-kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", and
-2.5 prompts above a lower tier. Offloading always has as much as in "ram".
+Memory holds the largest working set in "ram", and 2.5 prompts above a lower tier.
 """
 
 import math
@@ -39,7 +38,6 @@ _RESTING_SHARE = 0.2
 _REST_S = 3.0
 
 _NO_PREFIX_CACHE: dict[str, Any] = {"prefix_caching": False}
-# options of an engine, and settings of its connector
 _KVHOLD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     names.KVHOLD: ({}, {}),
     names.ALONE: (_NO_PREFIX_CACHE, {}),
@@ -76,14 +74,11 @@ class Sizes:
 
     @property
     def below_bytes(self) -> int:
-        """Size of a lower tier; larger than memory in "ram"."""
         return 3 * self.prompts * self.prompt_bytes // 2
 
 
 @dataclass
 class RunningSystem:
-    """By name or `key`. errors: why other systems do not run"""
-
     systems: dict[str, System] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     sockets: dict[str, Path] = field(default_factory=dict)
@@ -127,13 +122,10 @@ def started(
     lmcache: Path | str,
     folder: Path | None,
 ) -> Iterator[RunningSystem]:
-    """Start all systems of a plan. Failures are in `errors`.
+    """peer: file of the host-memory spec
+    lmcache: Python of LMCache's environment, or why there is none
 
-    peer: the file of the host-memory spec
-    lmcache: the Python of LMCache's environment, or why there is none
-    folder: for disk tiers
-
-    Raises EngineFailed if kvhold or a baseline does not start; with a strict plan, if any does not.
+    Raises EngineFailed for kvhold and baselines; with a strict plan, for any.
     """
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,
@@ -190,10 +182,6 @@ class _Start:
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """pids: of other processes.
-
-        Raises EngineFailed for kvhold and baselines, and if `strict`.
-        """
         model, given = (
             self.sizes.model,
             {"kv_cache_bytes": self.sizes.own_bytes, **binding(self.num_threads), **options},

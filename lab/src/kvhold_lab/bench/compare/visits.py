@@ -1,10 +1,8 @@
 """The requests of a run: stages of visits to documents.
 
-`visiting` (`kvhold bench compare`): documents are visited in turn, each time followed by other
-text. At the next visit, an engine's KV memory still holds a set that is half as large as it, but
-never a set that is twice as large. Shares of reuse fall, so earlier visits had the reused part.
-
-`rounds.repeating` (`kvhold bench vllm`) makes another plan.
+Documents are visited in turn, each time followed by other text. At the next visit, an engine's KV
+memory still holds a set of half its size, but none of twice its size. Shares of reuse fall, so
+earlier visits had the reused part.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,12 +30,12 @@ VISITING = (
 )
 
 _FIRST_DOCUMENT = 1_000_000
-_ALL_ASKED = 12  # about as many engines as get a prompt by default
+_ALL_ASKED = 12
 
 
 @dataclass(frozen=True)
 class VisitWorkload:
-    """A working set, as a multiple of the engine's own KV memory."""
+    """A multiple of the engine's own KV memory."""
 
     name: str
     factor: float
@@ -58,12 +56,9 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Visit:
-    """One cell.
-
-    reuse:   per cent of a prompt that comes from its document
-    counts:  False: not timed
-    asked:   keys of the systems; empty: all but the copies of the kvhold engine
-    forgets: all engines but the limit first clear their own prefix cache
+    """reuse:   per cent of a prompt that comes from its document
+    asked:   systems; empty: all but copies of the kvhold engine
+    forgets: all engines but the limit first clear their prefix cache
     """
 
     reuse: int
@@ -79,8 +74,6 @@ class Visit:
 
 @dataclass(frozen=True)
 class VisitStage:
-    """Visits of one share of reuse in one workload. what: text for the user"""
-
     workload: str
     what: str
     visits: tuple[Visit, ...]
@@ -88,13 +81,8 @@ class VisitStage:
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """One comparison.
-
-    command:       of `kvhold bench`
-    systems:       by name
-    held_prompts:  number of prompts whose KV a connector in "ram" holds
-    output_tokens: of each answer
-    strict:        a failure or another answer ends the run; False: the system is dropped
+    """held_prompts:  prompts that a connector in "ram" holds
+    strict:        a failure or another answer ends the run, instead of dropping the system
     settles:       wait until a system rests before the next is asked
     page_cache:    leave lower tiers' files in the kernel's page cache
     """
@@ -141,7 +129,6 @@ def visiting(
 
 
 def visits(workload: VisitWorkload, *, rounds: int) -> Iterator[Visit]:
-    """Visit each document once, then `rounds` prompts and bursts for each share."""
     for document in range(workload.num_documents):
         yield Visit(100, (document,), counts=False)
     at = 0
@@ -175,8 +162,6 @@ def _weight(visit: Visit) -> float:
 
 
 class VisitTexts:
-    """Prompts: the beginning of a document, then unique text."""
-
     def __init__(self, model_path: Path, num_tokens: int) -> None:
         self._path = model_path
         self._num_tokens = num_tokens

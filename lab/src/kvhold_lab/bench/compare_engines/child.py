@@ -10,11 +10,8 @@ no kvhold, so only the standard library and numpy are used. One thread.
     {"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}
     {"op": "retrieve", "tokens": [...]}  -> {"seconds", "num_tokens", "checksum"}
     {"op": "lookup", "tokens": [...]}  -> {"seconds", "num_tokens"}
-    {"op": "forget"}  -> {}
+    {"op": "forget" or "stop"}  -> {}
     {"op": "memory"}  -> {"nbytes": ...}
-    {"op": "stop"}    -> {}
-
-Any answer may be {"error": ...}.
 """
 
 import faulthandler
@@ -48,7 +45,7 @@ Layers = Sequence[npt.NDArray[np.uint16]]
 
 @dataclass(frozen=True)
 class ChildOptions:
-    """The cache to start. Stores read one region of the engine's pool, retrieves write another.
+    """Stores read one region of the engine's pool, retrieves write another.
 
     tier:       source of retrieves: ram, disk or redis
     num_tokens: of the longest prompt
@@ -84,23 +81,21 @@ class ChildOptions:
 
 
 class ChildDriver(Protocol):
-    """One cache, called as by an engine with blocks in host memory."""
-
     @property
     def layers(self) -> Layers:
-        """The engine's pool, [2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
+        """[2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce the next store for `settle`. Not timed."""
+        """The next store, for `settle`. Not timed."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Returns when the engine may write to its blocks again."""
+        """Return when the engine may write to its blocks again."""
 
     def settle(self) -> None:
         """Wait until the last store is in `tier`."""
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
-        """Return the number of tokens found, and a function that releases them."""
+        """Return the tokens found, and a function that releases them."""
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
         pass
@@ -125,8 +120,7 @@ class ComparedEngine:
             options, self._layers
         )
         self.started_s = time.perf_counter() - began
-        del self._layers  # the driver may have moved them
-        # block 0 means "none" to some engines
+        del self._layers
         ids = 1 + np.random.default_rng(0).permutation(2 * options.num_blocks)
         self._from, self._to = np.split(ids, 2)
 
@@ -225,7 +219,6 @@ def drop_pages(folder: Path) -> None:
 
 
 def own_bytes(pid: int, cache_bytes: int) -> int:
-    """Return the proportional set size without mappings of KV, known by name or by size."""
     return sum(
         nbytes
         for name, size, nbytes in _mappings(pid)
@@ -280,7 +273,6 @@ def main(driver_name: str, *of_the_engine: str) -> int:
                 raise ValueError("the first operation must be start")
             elif engine is not None:
                 answer = engine.do(operation)
-        # the edge of this process: the parent gets the reason
         except Exception as error:  # noqa: BLE001
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer).encode() + b"\n")
@@ -293,7 +285,6 @@ def main(driver_name: str, *of_the_engine: str) -> int:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep stdin and stdout for the protocol; libraries print to the log."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

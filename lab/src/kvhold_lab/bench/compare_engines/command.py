@@ -1,5 +1,3 @@
-"""`kvhold bench compare-engines`."""
-
 import sys
 from functools import partial
 from pathlib import Path

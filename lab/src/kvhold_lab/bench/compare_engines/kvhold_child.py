@@ -21,11 +21,11 @@ from kvhold.node import connect
 if TYPE_CHECKING:
     from kvhold_lab.bench.compare_engines.child import ChildOptions, Layers
 
-_PATIENCE_S = 60.0  # cores may be busy: a late answer is slow, not an error
+_PATIENCE_S = 60.0
 _IDLE_EXIT_S = 20.0
 _COPY_THREADS = 2
 _SPARE_BYTES = 8 << 20
-_FILLER_TOKEN = 1 << 30  # beyond any vocabulary
+_FILLER_TOKEN = 1 << 30
 
 
 def start(options: "ChildOptions", layers: "Layers") -> "KVHold":
@@ -33,8 +33,6 @@ def start(options: "ChildOptions", layers: "Layers") -> "KVHold":
 
 
 class KVHold:
-    """A `ChildDriver` around a node."""
-
     def __init__(self, options: "ChildOptions", layers: "Layers") -> None:
         folder = Path(options.folder)
         group = Group(
@@ -77,7 +75,7 @@ class KVHold:
         warm_up()
 
     def expect(self, num_tokens: int) -> None:
-        """Do nothing: the node's marks tell when a store is written."""
+        """The node's marks tell when a store is written."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
         prompt = self._namespace.prompt(tokens)
@@ -104,10 +102,7 @@ class KVHold:
         return hit.num_tokens, hit.close
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Scatter chunks from memory, then those of a lower tier as they arrive.
-
-        Raises KVHoldError if a lower tier's chunk was still in memory.
-        """
+        """Raises KVHoldError: a lower tier's chunk was still in memory."""
         size, ids = self._layout.tokens_per_chunk, np.array(block_ids)
         blocks = size * len(ids) // len(tokens)
         with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=0) as hit:
@@ -123,7 +118,7 @@ class KVHold:
             return hit.num_tokens
 
     def forget(self) -> None:
-        """Clear memory; above a lower tier, fill it with other prompts."""
+        """Above a lower tier, fill memory with other prompts."""
         if self._options.tier == "ram":
             self._client.clear()
             return

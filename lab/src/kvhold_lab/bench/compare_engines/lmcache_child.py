@@ -1,10 +1,8 @@
 """The measured LMCache 0.5.6, with the calls of its own integrations.
 
-  in-process      our connector calls its host copies; it has none for CPUs
-  engine-driven   server; this process copies through shared memory (default on CPUs)
-  lmcache-driven  server; it maps this process's blocks and copies
-
-LMCache would guess the layout of blocks wrongly and copy more slowly, so the layout is given.
+in-process      our connector calls its host copies; it has none for CPUs
+engine-driven   server; this process copies through shared memory (default on CPUs)
+lmcache-driven  server; it maps this process's blocks and copies
 """
 
 import itertools
@@ -49,7 +47,7 @@ class _Pool:
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         self._options = options
         self._tensors = tensors
-        # one Redis: systems must not find each other's chunks
+        # systems must not find each other's chunks in Redis
         self._model = f"bench-{options.mode.replace(' ', '-')}"
         self._blocks_per_chunk = options.tokens_per_chunk // options.tokens_per_block
 
@@ -61,8 +59,6 @@ class _Pool:
 
 
 class InProcess(_Pool):
-    """A `ChildDriver` around `LMCacheEngine`."""
-
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
@@ -153,12 +149,10 @@ class InProcess(_Pool):
         return []
 
     def close(self) -> None:
-        """Do nothing: LMCache's close can hang above Redis."""
+        """LMCache's close can hang above Redis."""
 
 
 class _HostCopies:
-    """A "GPU connector" for host memory, with LMCache's own copies."""
-
     def __init__(self, pool: InProcess) -> None:
         from lmcache.v1.multiprocess.transfer_context import (
             gather_paged_kv_to_cpu,
@@ -210,8 +204,6 @@ class _HostCopies:
 
 
 class Server(_Pool):
-    """A `ChildDriver` around `lmcache server`."""
-
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
         from lmcache.v1.multiprocess.transfer_context import create_transfer_context

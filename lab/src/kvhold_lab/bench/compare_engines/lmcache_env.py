@@ -1,7 +1,4 @@
-"""LMCache's own environment, made once: 2 GB and some minutes.
-
-The exact version of torch's CPU build is requested, so that no CUDA build is downloaded.
-"""
+"""LMCache's own environment, made once: 2 GB and some minutes."""
 
 import os
 import subprocess
@@ -22,13 +19,11 @@ class NoLMCache(KVHoldError):
 
 
 def environment_folder() -> Path:
-    """Return `kvhold/lmcache-VERSION` in `$XDG_CACHE_HOME` (~/.cache)."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "kvhold" / f"lmcache-{LMCACHE}"
 
 
 def find_lmcache(folder: Path | None, say: Callable[[str], None]) -> Path | str:
-    """Return LMCache's Python, or why there is none. folder: None: the default one"""
     folder = folder or environment_folder()
     say(f"LMCache {LMCACHE} in {folder} ...")
     try:
@@ -38,7 +33,7 @@ def find_lmcache(folder: Path | None, say: Callable[[str], None]) -> Path | str:
 
 
 def lmcache_python(folder: Path) -> Path:
-    """Make the environment if needed. Returns its Python. Raises NoLMCache."""
+    """Raises NoLMCache."""
     python, stamp, wanted = (
         folder / "bin" / "python",
         folder / _STAMP,

@@ -1,7 +1,4 @@
-"""Make rows from times: medians, and ratios within cells. No I/O.
-
-A cell is one operation in one tier in one round.
-"""
+"""Make rows from times: medians, and ratios within cells: one operation, tier and round. No I/O."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ LOWER_TIERS = (*DISKS, REDIS)
 
 _THEIRS = tuple(name for name in SYSTEMS if name not in OURS)
 _OF_SERVER, _OF_BEST = "the best of its servers", "its best mode"
-_AT_MOST = {  # (operation, tier) -> the peers, the largest ratio
+_AT_MOST = {
     **{(operation, "ram"): (_OF_SERVER, 0.5) for operation in (STORE, RETRIEVE)},
     **{
         (operation, tier): (_OF_BEST, 0.6)
@@ -41,13 +38,6 @@ _AT_MOST = {  # (operation, tier) -> the peers, the largest ratio
 
 @dataclass
 class Measured:
-    """Values by operation and tier.
-
-    cells:  seconds, or bytes of memory
-    nbytes: KV that an operation moves
-    equal:  by system, whether all loaded bytes were right
-    """
-
     cells: dict[tuple[str, str], list[Cell]] = field(default_factory=lambda: defaultdict(list))
     nbytes: dict[tuple[str, str], int] = field(default_factory=dict)
     equal: dict[tuple[str, str, str], bool] = field(default_factory=dict)
@@ -64,11 +54,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """One operation of one system in one tier. None: not measured or not applicable.
-
-    ratio_to_best_peer: below 1, the system is faster or smaller
-    ratios:             to each other system and limit
-    """
+    """None: not measured or not applicable. ratio_to_best_peer: below 1: faster or smaller"""
 
     operation: str
     tier: str
@@ -204,5 +190,4 @@ def _value(row: CompareRow) -> float:
 
 
 def _are_peers(name: str, other: str) -> bool:
-    """Whether a comparison is useful: not two modes of ours, and no limit."""
     return not (other in LIMITS or (name in OURS and other in OURS))

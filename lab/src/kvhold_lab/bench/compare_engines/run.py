@@ -1,6 +1,6 @@
 """The rounds: every system stores and retrieves the same KV, in a changing order.
 
-Checksums of stored and loaded KV must be equal everywhere. A failed system leaves the tier.
+Checksums must be equal everywhere. A failed system leaves the tier.
 """
 
 import random
@@ -55,8 +55,6 @@ Launch = Callable[[str], PeerSystem]
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a run. An element has two bytes."""
-
     num_tokens: int = 4096
     lookup_tokens: int = 128_000
     tokens_per_chunk: int = 256
@@ -85,10 +83,6 @@ def measure(
     folder: Path | None,
     say: Callable[[str], None],
 ) -> Measured:
-    """Measure all but imports.
-
-    launch: makes a system's process; folder: for files, on the measured disk
-    """
     measured = Measured()
     chance = random.Random(0)
     for tier in tiers:
@@ -189,7 +183,6 @@ def _round(
     count: bool,
     nbytes: int,
 ) -> None:
-    """Store, clear memory above a lower tier, retrieve. Remove failed systems from `peers`."""
     stored: dict[str, float] = {}
     written: dict[str, float] = {}
     retrieved: dict[str, float] = {}
@@ -262,7 +255,7 @@ def _lookups(
 def _alone(
     work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured
 ) -> None:
-    """Measure start-up and memory of one system at a time: memory of two would count half."""
+    """Memory of two systems would count half."""
     options = work.options("ram")
     for _ in range(_alone_rounds(work)):
         started_s: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The compared caches: each in its own process. LMCache's modes: see `lmcache_child.py`."""
+"""The compared caches: each in its own process."""
 
 import os
 import sys
@@ -42,7 +42,7 @@ _HERE = Path(__file__).parent
 
 
 class PeerFailed(KVHoldError):
-    """A system has failed. The message is that of the system."""
+    """The message is the system's."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +58,6 @@ class PeerSystem:
     def __init__(
         self, name: str, exchange: Callable[[bytes, str], bytes], end: Callable[[], None]
     ) -> None:
-        """exchange: sends a line, returns its answer, raises EngineFailed; end: kills all."""
         self.name = name
         self._exchange = exchange
         self._end = end
@@ -76,12 +75,10 @@ class PeerSystem:
         return answer
 
     def close(self) -> None:
-        """Kill the process. Idempotent. For an orderly end, send `stop` first."""
         self._end()
 
 
 def launch(name: str, *, python: Path | None, threads: int) -> PeerSystem:
-    """python: LMCache's; threads: for copies."""
     if name in OURS:
         command = [
             sys.executable,
@@ -113,7 +110,6 @@ def new_folder(within: Path) -> str:
 
 
 def import_command(name: str, *, client: bool, python: Path | None) -> list[str]:
-    """client: only the part of a client"""
     ours = "kvhold.node, kvhold.memory.copy, kvhold.memory.views" if client else "kvhold"
     theirs = (
         "lmcache.v1.multiprocess.transfer_context, lmcache.v1.multiprocess.transport.factory"

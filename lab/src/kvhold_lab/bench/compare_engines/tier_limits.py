@@ -1,8 +1,7 @@
 """Limits of a lower tier: the plainest program with equal values, in the same rounds.
 
 Disk: new preallocated files, read without cached pages unless `page_cache`. A second kind of read
-also checks each value as kvhold does and copies it once. Redis: as many blocking sockets as kvhold
-has.
+also checks and copies as kvhold does. Redis: blocking sockets.
 """
 
 import mmap
@@ -26,8 +25,6 @@ from kvhold_lab.bench.limits import RawFiles, RawRedis
 
 @dataclass(frozen=True)
 class Moved:
-    """Seconds for all bytes. write_s: None if another way has measured it."""
-
     write_s: float | None
     read_s: float
 
@@ -47,7 +44,7 @@ class DiskLimits:
         self._page_cache = page_cache
 
     def measure(self) -> dict[str, Moved]:
-        """Measure the limits, without O_DIRECT if the file system lacks it."""
+        """Measure without O_DIRECT if the file system lacks it."""
         moved = {}
         for name, direct in DISK_LIMITS.items():
             try:
@@ -98,7 +95,6 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _memory(nbytes: int, chunk_bytes: int, *, regions: int) -> list[list[memoryview]]:
-    """Return regions of random bytes, page-aligned if chunks are whole pages."""
     data = np.random.default_rng(0).bytes(nbytes)
     mapped = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(regions)]
     for region in mapped:

@@ -1,7 +1,4 @@
-"""Copies that encode and decode (`memory_codec`), compared bit by bit with the host's copies.
-
-The limit is a copy of the blocks within the device.
-"""
+"""Copies that encode and decode (`memory_codec`), compared bit by bit with the host's."""
 
 from collections.abc import Iterator
 from functools import partial

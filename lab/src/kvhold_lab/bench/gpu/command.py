@@ -1,5 +1,3 @@
-"""`kvhold bench gpu`."""
-
 import platform
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,12 +1,10 @@
-"""How much stores and loads slow a decoding engine. The device measures the time.
+"""How much stores and loads slow a decoding engine, by the device's clock.
 
-Windows of steps without and with copies alternate. Copies run as in vLLM's worker: with a mark
-after a step, on their own threads, and for stores with a fence before the next step. Stores commit
-their reservation, loads compare checksums.
+Windows of steps without and with copies alternate. Copies run as in vLLM's worker.
 
 A step stores as much as a prefill of 25,000 tokens a second computes (Llama-3-8B: 16 MiB in 5 ms).
 Loads run as fast as they can. A path has a goal for the sizes that take it by default. A store
-without a ring has no goal: the next step waits until the bus has transferred it.
+without a ring has none: the next step waits for the bus.
 """
 
 from collections import deque
@@ -35,11 +33,7 @@ _MOST_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class _Sizes:
-    """rounds:      even, so that a drift counts for both kinds of windows
-
-    store_bytes: of a copy, as load_bytes
-    layers:      that are copied
-    """
+    """rounds: even, so that a drift counts for both kinds of windows"""
 
     rounds: int
     steps: int
@@ -51,7 +45,6 @@ class _Sizes:
 
     def settings(self, way: str) -> Settings:
         return Settings(
-            # no chunk fits into 256 bytes
             store_ring_bytes=256 if way == _NO_RING else self.store_ring_bytes,
             load_ring_bytes=self.load_ring_bytes,
             direct_bytes=1 if way == _DIRECTLY else 1 << 40,
@@ -99,7 +92,6 @@ def rows(target: Target) -> Iterator[GpuRow]:
 
 
 def _paths(target: Target, *, large: bool) -> Iterator[tuple[Verb, str, bool]]:
-    """Yield the paths of pieces of one size, and whether each is that size's default."""
     if target.driver is None:
         yield from (("stores", "", True), ("loads", "", True))
         return
@@ -110,39 +102,30 @@ def _paths(target: Target, *, large: bool) -> Iterator[tuple[Verb, str, bool]]:
 
 
 class Beside(Protocol):
-    """Copies for `compare`."""
-
     def begin(self) -> None:
         """Submit a copy."""
 
     def step(self) -> None:
-        """After a step of the decoder: submit a copy, if few are in flight."""
+        """After a step: submit a copy, if few are in flight."""
 
     def ended_bytes(self) -> int:
         """Return the bytes of copies that have ended since `begin`."""
 
     def end(self) -> None:
-        """Wait for all copies. Raises their errors."""
+        """Raises the copies' errors."""
 
     @property
     def in_flight(self) -> int:
-        """Return the copies that have not ended, or are not committed or compared."""
+        """Copies not ended, committed or compared."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Medians.
-
-    alone_s, beside_s: a step without copies, and with copies
-    copied_bytes_a_s:  in the windows with copies
-    """
-
     alone_s: float
     beside_s: float
     copied_bytes_a_s: float
 
     def rows(self, title: str, most_slower: float | None) -> Iterator[GpuRow]:
-        """Return both rows. They fail if no byte was copied, because nothing was measured."""
         slower, copied = self.beside_s / self.alone_s, self.copied_bytes_a_s > 0
         ok = None if most_slower is None else slower <= most_slower
         yield GpuRow(
@@ -164,10 +147,9 @@ class Compared:
 
 
 def compare(decoder: StepDecoder, copies: Beside, *, rounds: int, steps: int) -> Compared:
-    """Alternate windows without and with copies. rounds: even.
+    """rounds: even; the first does not count.
 
-    The first round does not count. Raises RuntimeError if copies run in a window without them, and
-    the copies' errors.
+    Raises RuntimeError if copies run in a window without them, and the copies' errors.
     """
     assert rounds % 2 == 0, "the order of the two windows alternates"
     alone, beside, copied = list[float](), list[float](), list[float]()
@@ -202,7 +184,6 @@ def _beside(decoder: StepDecoder, copies: Beside, steps: int) -> tuple[float, in
 
 
 def _window(decoder: StepDecoder, steps: int, copies: Beside | None) -> tuple[Tick, Tick]:
-    """Put steps on the device, one ahead of it. Return the ticks before and after them."""
     began = decoder.tick()
     running, ended = deque[Tick](), began
     for _ in range(steps):
@@ -218,13 +199,12 @@ def _window(decoder: StepDecoder, steps: int, copies: Beside | None) -> tuple[Ti
 
 
 class RepeatedCopies:
-    """See `Beside`: the order and the threads of vLLM's worker."""
+    """The order and the threads of vLLM's worker."""
 
     def __init__(self, copier: Copier, sample: CopySample, verb: Verb) -> None:
-        """Store once, so that loads find chunks. Raises the errors of `Copier.gather`."""
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")
-        # The step after a store waits until the store is submitted, not until it is committed.
+        # The next step waits until a store is submitted, not until it is committed.
         self._settler = ThreadPoolExecutor(1) if verb == "stores" else self._worker
         self._running: list[_Running] = []
         with sample.reserve() as reservation:
@@ -244,7 +224,7 @@ class RepeatedCopies:
         submitted = self._worker.submit(self._submit, holding, mark)
         settled = self._settler.submit(_settle, holding, submitted)
         self._running.append(_Running(submitted, settled))
-        if self._verb == "stores" or mark is None:  # without streams, a copy ends in its call
+        if self._verb == "stores" or mark is None:
             self._copier.fence([submitted.result()])
 
     def ended_bytes(self) -> int:
@@ -275,8 +255,6 @@ class RepeatedCopies:
 
 @dataclass
 class _Running:
-    """ended_before: the window's begin"""
-
     submitted: Future[Transfer]
     settled: Future[None]
     ended_before: bool = False

@@ -1,15 +1,7 @@
 """A decoding engine without a scheduler: steps on its own stream, timed by the device.
 
-    decoder = decoder_of(target)
-    with decoder.current():                             # the thread uses its stream
-        began = decoder.tick()
-        decoder.step()
-        ended = decoder.tick()
-        ended.wait()
-        seconds = ended.seconds_since(began)
-
-A step reads all weights, and the KV of all requests, once. On a GPU it is one CUDA graph, as in
-vLLM, and reads up to 12 GiB, too much for the caches of the device.
+A step reads all weights and all KV once. On a GPU it is one CUDA graph, as in vLLM, and reads up to
+12 GiB, too much for the device's caches.
 """
 
 import time
@@ -29,10 +21,10 @@ class Tick(Protocol):
     """A point in the decoder's stream."""
 
     def wait(self) -> None:
-        """Wait until the stream has reached the tick. The thread sleeps."""
+        """The thread sleeps."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Return the device's time between two ticks that it has reached."""
+        """Both ticks are reached."""
 
 
 class StepDecoder(Protocol):
@@ -41,7 +33,7 @@ class StepDecoder(Protocol):
         """Weights and KV that a step reads."""
 
     def current(self) -> AbstractContextManager[Any]:
-        """Make the decoder's stream the thread's current one, for `Copier.mark` and `fence`."""
+        """Make the decoder's stream current, for `Copier.mark` and `fence`."""
 
     def step(self) -> None:
         """Put a step on the stream."""
@@ -52,10 +44,7 @@ class StepDecoder(Protocol):
 
 @dataclass(frozen=True)
 class StepShape:
-    """The sizes of a model. A layer has two products, and attention over a KV cache.
-
-    width:    of a token's state
-    requests: each decodes one token in a step
+    """width:    of a token's state
     tokens:   of each request in the KV cache
     queries:  that share a KV head
     """
@@ -79,7 +68,6 @@ class StepShape:
         return elements * int(self.dtype.itemsize)
 
 
-# Llama-3-8B's heads. A layer has 128 MiB of weights and 256 MiB of KV.
 GPU = StepShape(
     layers=32,
     width=4096,
@@ -90,7 +78,6 @@ GPU = StepShape(
     head_dim=128,
     dtype=torch.bfloat16,
 )
-# So small that torch computes it in the calling thread.
 SMALL = StepShape(
     layers=1,
     width=16,
@@ -132,7 +119,7 @@ class StepModel:
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         state, queries = self._state, self._queries
         for up, down, keys, values in self._layers:
-            # torch.softmax would start threads on the CPU, whatever its size
+            # torch.softmax would start threads on the CPU
             scores = torch.exp(queries @ keys.transpose(-1, -2))
             queries = scores @ values / scores.sum(dim=-1, keepdim=True)
             state = state @ up @ down
@@ -140,7 +127,7 @@ class StepModel:
 
 
 class GpuDecoder:
-    """See `StepDecoder`. Takes half of the free memory at most."""
+    """Takes half of the free memory at most."""
 
     def __init__(self, device: torch.device) -> None:
         free_bytes = torch.cuda.mem_get_info(device)[0]
@@ -150,7 +137,7 @@ class GpuDecoder:
         self._graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with self.current():
-            for _ in range(3):  # libraries allocate their memory outside the graph
+            for _ in range(3):
                 self._model.decode()
         torch.cuda.synchronize(device)
         with torch.cuda.graph(self._graph, stream=self._stream):
@@ -186,8 +173,6 @@ class GpuTick:
 
 
 class QueueDecoder:
-    """A decoder on a driver's engine stream. The device reads the clock when it reaches a tick."""
-
     def __init__(
         self,
         model: StepModel,
@@ -218,8 +203,6 @@ class QueueDecoder:
 
 
 class HostDecoder:
-    """A decoder whose steps end before their call returns."""
-
     def __init__(self, model: StepModel) -> None:
         self._model = model
 
@@ -239,7 +222,7 @@ class HostDecoder:
 
 @dataclass(frozen=True)
 class QueueTick:
-    """times: of the tick; empty until the device has reached it"""
+    """times: empty until the device has reached it"""
 
     times: list[float]
     wait_for_device: Callable[[], None]

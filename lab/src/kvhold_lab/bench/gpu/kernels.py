@@ -1,7 +1,4 @@
-"""The copy kernels, compared with a copy within the device.
-
-KV of Llama-3-8B in NHD and HND, and odd sizes. On a GPU also with chunks in pinned host memory.
-"""
+"""The copy kernels, compared with a copy within the device."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,8 +1,8 @@
 """Kills processes while they copy: none of their bytes may reach memory that is reserved again.
 
-Children reserve memory and copy one byte value into it. They are killed at random moments. Their
-memory is then reserved and filled with another value, which must stay. The control is a child that
-continues to copy after it has returned its memory: this must be found.
+Children copy one byte value into reserved memory, and are killed at random moments. The memory is
+then filled with another value, which must stay. The control, a child that copies after it has
+returned its memory, must be found.
 
     python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER [astray]   # a child; prints "copying"
 """
@@ -34,7 +34,7 @@ PART = "kills"
 _THEIRS, _OURS = 0xEE, 0x11
 _CHUNKS, _BLOCK_TOKENS, _LAYERS, _BLOCK_BYTES = 4, 16, 8, 256 << 10
 _PATIENCE_S = 120.0
-_LINGER_S = 0.1  # a copy takes less than a millisecond
+_LINGER_S = 0.1
 GROUP = Group(
     layers=_LAYERS,
     planes=2,
@@ -51,7 +51,6 @@ SPACE = Namespace(
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Kill 104 processes with a GPU, 8 at a time, in 2 minutes."""
     at_once, times = (2, 2) if target.small else (8, 13)
     stray = 0
     with running_node(ram_bytes=at_once * _CHUNKS * _LAYERS * _BLOCK_BYTES + (8 << 20)) as client:
@@ -92,7 +91,6 @@ def _bytes_astray(client: NodeClient, target: Target, *, number: int) -> int:
 def _copying(
     client: NodeClient, target: Target, numbers: Sequence[int], *how: str
 ) -> "Iterator[list[subprocess.Popen[str]]]":
-    """Start children, and yield when all of them copy."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", __spec__.name, str(client.path), target.kind]
     children = [
@@ -133,7 +131,7 @@ def _stray_bytes(client: NodeClient) -> int:
         assert places, "the memory that was given back can be reserved"
         for place in places:
             reservation.buffer[place : place + _LAYERS * _BLOCK_BYTES] = _OURS
-        time.sleep(_LINGER_S)  # a running copy would write now
+        time.sleep(_LINGER_S)
         return sum(
             int(
                 np.count_nonzero(
@@ -145,9 +143,9 @@ def _stray_bytes(client: NodeClient) -> int:
 
 
 def copy_until_killed(socket: Path, kind: Kind, number: int, *, astray: bool = False) -> None:
-    """Copy again and again into memory that is never committed. The entry point of a child.
+    """A child's entry point. The memory is never committed.
 
-    astray: copy into memory that was returned
+    astray: copy into returned memory
     """
     target = Target(kind)
     blocks = [

@@ -1,4 +1,4 @@
-"""The machine's limits: copies of pinned memory, within the device, and pinning."""
+"""The machine's limits."""
 
 import time
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
-"""Real requests of the mini engine: without kvhold, with stores, and with another engine's KV.
-
-Tokens and KV bytes must be equal. The models are too small for realistic TTFTs.
+"""The mini engine without kvhold, with stores, and with another engine's KV: tokens and KV bytes
+must be equal.
 """
 
 import random

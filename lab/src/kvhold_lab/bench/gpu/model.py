@@ -1,6 +1,6 @@
 """A model in transformers, with `Reuse`: loaded KV bytes, and the time to the first token.
 
-On a GPU it has Llama-3-8B's sizes. Its weights are random: time and bytes do not depend on them.
+Weights are random, on a GPU with Llama-3-8B's sizes.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Stores and loads with pieces of 8, 18, 64 KiB and 2 MiB, by the copier that serves engines.
 
-The limit is a copy of pinned memory in one piece. The rows with checksums have the time that an
-engine waits: on the host, a store takes the checksums, and a load compares them.
+The limit is a copy of pinned memory in one piece. Rows with checksums show how long an engine
+waits.
 """
 
 from collections.abc import Iterator
@@ -68,8 +68,6 @@ def _measured(
 def _with_checksums(
     target: Target, copier: Copier, sample: CopySample, name: str
 ) -> Iterator[GpuRow]:
-    """Yield the rates of a store with its commit and of a load, compared with the plain copies."""
-
     def store() -> None:
         with sample.reserve() as reservation:
             copier.gather([sample.store_into(reservation)], after=copier.mark()).wait()
@@ -115,7 +113,7 @@ def _is_exact(copier: Copier, sample: CopySample) -> bool:
 
 
 def _holds(piece: Piece, tensors: list[torch.Tensor]) -> bool:
-    """Compare host and device: a load could read back a store's bytes from a wrong address."""
+    """Compare host and device: a load could read a store's bytes back from a wrong address."""
     sample = 0, piece.places.offsets.size - 1
     for chunk in sample:
         at = int(piece.places.offsets[chunk])

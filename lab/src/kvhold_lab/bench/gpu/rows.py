@@ -3,10 +3,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GpuRow:
-    """A measurement, or a check.
-
-    limit: in the same unit and run; None: none
-    ratio: value / limit
+    """limit: in the same unit and run; None: none
     ok:    goal met, or check passed; None: no goal for this target
     """
 
@@ -22,7 +19,7 @@ class GpuRow:
 def rate(
     part: str, name: str, nbytes: int, seconds: float, limit_s: float, goal: float | None
 ) -> GpuRow:
-    """A row in GB/s. The limit moves as many bytes; goal: the least ratio."""
+    """Make a row in GB/s. goal: the least ratio"""
     ratio = limit_s / seconds
     ok = None if goal is None else ratio >= goal
     return GpuRow(

@@ -1,13 +1,6 @@
 """Blocks of one piece size, and an arena with the chunks of half of the blocks.
 
-    sample = CopySample(target, piece_bytes=8 << 10, total_bytes=64 << 20)
-    with sample.reserve() as reservation:
-        copier.gather([sample.store_into(reservation)], after=copier.mark()).wait()
-        reservation.commit()                            # keeps the checksums
-    with sample.lease() as lease:
-        copier.scatter([sample.load_from(lease)], after=copier.mark()).wait()
-
-Reservations and leases are kvhold's own. They have no cache: all have the same chunks.
+Reservations and leases are kvhold's own, without a cache.
 """
 
 from collections.abc import Sequence
@@ -29,17 +22,15 @@ _BLOCK_TOKENS = 16
 
 
 class CopySample:
-    """See above.
-
-    tensors: uint8 [blocks, piece_bytes], one for each layer
-    stored:  the blocks that are stored, and all chunks
-    loaded:  the blocks that are loaded, and the same chunks
+    """tensors: uint8 [blocks, piece_bytes], one for each layer
+    stored:  the stored blocks, and all chunks
+    loaded:  the loaded blocks, and the same chunks
     """
 
     def __init__(
         self, target: Target, *, piece_bytes: int, total_bytes: int, layers: int = 32
     ) -> None:
-        """total_bytes: of the arena, rounded down to whole chunks, at least one."""
+        """total_bytes: of the arena, rounded down to whole chunks"""
         chunk_bytes = layers * BLOCKS_A_CHUNK * piece_bytes
         chunks = max(1, total_bytes // chunk_bytes)
         blocks = 2 * chunks * BLOCKS_A_CHUNK
@@ -70,7 +61,6 @@ class CopySample:
 
     @property
     def nbytes(self) -> int:
-        """Of a store, or of a load."""
         return int(self.buffer.size)
 
     def reserve(self) -> Reservation:
@@ -88,7 +78,6 @@ class CopySample:
         return replace(self.stored, places=reservation.chunks())
 
     def lease(self, *, checked: bool = True) -> Lease:
-        """checked: copies compare the checksums of the last commit."""
         places = self.loaded.places
         return Lease(
             places.offsets[None],

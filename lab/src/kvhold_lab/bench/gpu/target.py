@@ -25,8 +25,6 @@ ROUNDS = 7
 
 
 class Target:
-    """A device, and its copier. small: use small sizes; there is no GPU"""
-
     def __init__(self, kind: Kind) -> None:
         """Raises DeviceError; ImportError without cuda-bindings."""
         self.kind = kind
@@ -54,7 +52,6 @@ class Target:
         writable: npt.NDArray[np.uint8],
         settings: Settings | None = None,
     ) -> Copier:
-        """Return a copier for an arena's two mappings, pinned."""
         if self.driver is None:
             return HostCopier(threads=2)
         arenas = PinnedArenas(self.driver)
@@ -69,7 +66,7 @@ class Target:
         )
 
     def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory like a node's arena: uint8 [nbytes], all pages present."""
+        """Like a node's: uint8 [nbytes], all pages present."""
         buffer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         buffer[::4096] = 0
         return buffer
@@ -87,7 +84,7 @@ class Target:
     def seconds(
         self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
     ) -> dict[str, float]:
-        """Return the median of each call in seconds, synchronised, without the first round."""
+        """Medians, synchronised, without the first round."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + rounds):
             for name, call in calls.items():

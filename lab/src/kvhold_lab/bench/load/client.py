@@ -1,10 +1,6 @@
 """Streams completions from any OpenAI-compatible server, and times them.
 
-    async with Client(Endpoint(base_url, model)) as client:
-        reply = await client.send(request)
-
-A failed request is a reply with an error, such as "timeout", "http 503" or "cut short". Runs in one
-asyncio loop.
+A failed request is a reply with an error, such as "timeout", "http 503" or "cut short".
 """
 
 import time
@@ -33,12 +29,10 @@ _MOST_OF_A_PAGE = 64 << 20
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The server, and how requests are sent.
-
-    base_url: without a path, /v1 is added
+    """base_url: without a path, /v1 is added
     api_key: in no message and no repr
     ignore_eos: request full length; servers other than vLLM and SGLang may refuse this
-    user_header: header for the user's number, for routers
+    user_header: for the user's number, for routers
     timeout_s: for a whole answer
     """
 
@@ -59,7 +53,6 @@ class Endpoint:
 
 
 def checked_url(base_url: str) -> str:
-    """Raises ConfigError."""
     try:
         parts = urlsplit(base_url)
         port_is_fine = parts.port is None or parts.port > 0
@@ -165,7 +158,6 @@ class LoadClient:
             return None
 
     async def _page(self, url: str) -> bytes:
-        """Raises aiohttp's errors, OSError, and ValueError for a page over 64 MiB."""
         async with self._open().get(
             url, timeout=aiohttp.ClientTimeout(total=30), raise_for_status=True
         ) as response:
@@ -182,7 +174,6 @@ class LoadClient:
 
 
 async def _follow(response: "aiohttp.ClientResponse", stream: EventStream) -> None:
-    """Raises BadStream, aiohttp's errors and OSError."""
     lines = EventLines()
     async for received in response.content.iter_any():
         now = time.perf_counter()
@@ -214,7 +205,7 @@ def _body(endpoint: Endpoint, request: Request, *, as_tokens: bool) -> dict[str,
 
 
 def _merged(turns: tuple[Turn, ...]) -> list[Turn]:
-    """Merge neighbours of one role; many chat templates require this."""
+    """Many chat templates require different roles in turn."""
     merged: list[Turn] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:

@@ -1,5 +1,3 @@
-"""`kvhold bench load`: one command for each workload."""
-
 from pathlib import Path
 from typing import Any, get_args
 

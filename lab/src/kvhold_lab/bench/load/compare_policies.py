@@ -1,7 +1,4 @@
-"""One workload on several demo servers of one model, whose nodes have different policies.
-
-All servers run at the same time. Each request goes to one after the other (`in_turns.py`).
-"""
+"""One workload on several demo servers of one model, with different policies (`in_turns.py`)."""
 
 import asyncio
 import sys
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def compare(name: str, common: Common, workload: Workload, gates: Gates) -> None:
-    """Measure, show and write the rows. Exits with 1 as `run` does."""
     from kvhold_lab.bench.load.measure import LoadMeasurement, measure_in_turns
 
     _check(common, gates)
@@ -86,7 +82,6 @@ def _check(common: Common, gates: Gates) -> None:
 
 @contextmanager
 def _servers(common: Common) -> "Iterator[dict[str, Endpoint]]":
-    """Servers by policy, without a prefix cache of their own: hits come from kvhold."""
     from kvhold_lab.bench.load.demo_server import demo_server
 
     assert common.serve_demo is not None

@@ -1,9 +1,4 @@
-"""The server's counters: hit tokens by tier, from its /metrics (docs/metrics.md).
-
-    before = read(page); ...; spent = hits(before, read(page))
-
-Other users of the server count, too.
-"""
+"""The server's counters: hit tokens by tier, from its /metrics (docs/metrics.md)."""
 
 import math
 import re
@@ -27,11 +22,9 @@ Counts = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens between two readings.
-
-    looked_up, by_tier, missed: by kvhold
-    loaded: by the engine from its connector, or None
-    own: in the engine's prefix cache, or None
+    """looked_up, by_tier, missed: by kvhold
+    loaded: by the engine from its connector
+    own: in the engine's prefix cache
     """
 
     looked_up: int

@@ -1,6 +1,5 @@
-"""A server to try workloads: vLLM with kvhold and a small model.
-
-The engine's own memory holds one prompt of the greatest length.
+"""A server to try workloads: vLLM with kvhold and a small model. Its own memory holds one
+prompt.
 """
 
 import tempfile
@@ -32,16 +31,14 @@ def demo_server(
     """context_tokens: the longest prompt with its output
     disk_bytes:     of a disk tier in a temporary folder; 0: none
     policy:         of the node's memory and of the disk
-    prefix_caching: whether the engine's own prefix cache is on
 
-    Raises ConfigError without vLLM, EngineFailed if it does not start.
+    Raises ConfigError without vLLM, EngineFailed.
     """
     if not is_vllm_available():
         raise ConfigError(
             "--serve-demo needs vLLM, which is not installed here; name a server with --base-url"
         )
     model = make_model(size)
-    # the node may still end writes to its disk while the folder is removed
     with tempfile.TemporaryDirectory(prefix="kvhold-load-", ignore_cleanup_errors=True) as folder:
         connector = connector_of(
             Path(folder), ram_bytes=ram_bytes, disk_bytes=disk_bytes, policy=policy
@@ -65,7 +62,6 @@ def demo_server(
 def connector_of(
     folder: Path, *, ram_bytes: int, disk_bytes: int = 0, policy: str = "lru"
 ) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config`, with the node's socket and disk in a folder."""
     disk = f"disk://{folder}/disk?max_bytes={disk_bytes}&policy={policy}"
     return kvhold_connector(
         folder / _SOCKET,

@@ -1,12 +1,4 @@
-"""Parses the server-sent events of OpenAI-compatible servers. No I/O.
-
-    lines, stream = EventLines(), Stream(began, content="text")
-    for data in lines.feed(received):
-        stream.add(data, now)
-    reply = stream.reply(now)
-
-The input is not trusted.
-"""
+"""Parses the server-sent events of OpenAI-compatible servers. The input is not trusted. No I/O."""
 
 from array import array
 from dataclasses import replace
@@ -17,7 +9,7 @@ import msgspec
 from kvhold.core.errors import UNDECODABLE
 from kvhold_lab.bench.load.work import Reply
 
-_LONGEST_EVENT = 16 << 20  # bytes; vLLM's first event may repeat the prompt's ids
+_LONGEST_EVENT = 16 << 20
 
 
 class BadStream(ValueError):
@@ -25,8 +17,6 @@ class BadStream(ValueError):
 
 
 class EventLines:
-    """Split received bytes into events. Data of several lines is not supported."""
-
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
@@ -82,7 +72,7 @@ _DONE = b"[DONE]"
 
 
 class EventStream:
-    """The tokens of an answer. Times are in seconds of a monotonic clock."""
+    """Times are in seconds of a monotonic clock."""
 
     def __init__(self, began: float, *, content: Literal["text", "tokens"]) -> None:
         self._began = began
@@ -139,7 +129,7 @@ class EventStream:
         return reply
 
     def _take(self, choice: _Choice, now: float) -> None:
-        """A token may have no text. A last event without text and ids is no token."""
+        """A last event without text and ids is no token."""
         self._is_whole |= choice.finish_reason is not None
         self._token_ids += choice.token_ids or []
         if choice.delta is not None:

@@ -1,5 +1,3 @@
-"""Run a workload: server, measurement, results and verdict."""
-
 import asyncio
 import sys
 from collections.abc import Iterator

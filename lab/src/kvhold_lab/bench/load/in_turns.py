@@ -1,8 +1,7 @@
 """Sends each request to several servers, one after the other, so that they can be compared.
 
-One request is in flight at a time, on one server. So the servers do not compete, and the two
-answers to a request share the state of a noisy machine. The server that begins changes with each
-request. Runs in one asyncio loop.
+One request is in flight at a time, so the servers share the state of a noisy machine. The first
+server changes with each request.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from kvhold_lab.bench.load.work import Reply, Request, Result
 
 @dataclass
 class InTurns:
-    """sends: by the server's name. keep: gets the results of a request that all have answered"""
+    """keep: gets a request's results when all have answered"""
 
     sends: Mapping[str, Send]
     keep: Callable[[str, Result], None]
@@ -25,7 +24,6 @@ class InTurns:
     _num_requests: int = 0
 
     async def send(self, request: Request) -> Reply:
-        """Return the first server's reply, with which a session continues."""
         due = time.perf_counter()
         async with self._turn:
             waited_s = time.perf_counter() - due

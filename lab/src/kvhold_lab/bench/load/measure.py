@@ -1,7 +1,4 @@
-"""One measurement: warm-up requests, a workload's phases, and the server's counters of each.
-
-Ctrl-C ends it with the results so far.
-"""
+"""One measurement: warm-up requests, a workload's phases, and the server's counters of each."""
 
 import asyncio
 import contextlib
@@ -47,7 +44,7 @@ async def measure(
     progress_s: float,
     keep: Callable[[Result], None],
 ) -> None:
-    """keep: gets each result. Raises ConfigError for a wrong workload, Unanswered."""
+    """keep: gets each result. Raises ConfigError, Unanswered."""
     async with LoadClient(endpoint) as client:
         await _prewarm(client, prompts, prewarm)
 
@@ -72,7 +69,6 @@ async def measure_in_turns(
     progress_s: float,
     keep: Callable[[str, Result], None],
 ) -> None:
-    """Send each request to all servers, by `InTurns`. Raises as `measure`."""
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(LoadClient(endpoint))
@@ -100,7 +96,6 @@ async def _measure_phase(
     sides: Sequence[tuple[LoadClient, LoadMeasurement]],
     progress_s: float,
 ) -> None:
-    """Run a phase. Progress is reported for the first side."""
     measured = sides[0][1]
     before = [await _counts(client) for client, _ in sides]
     first = len(measured.results)
@@ -126,7 +121,6 @@ async def model_of(endpoint: Endpoint) -> str:
 
 
 async def _prewarm(client: LoadClient, prompts: Prompts, count: int) -> None:
-    """Send requests that pay for connections, compilation and the tokenizer."""
     failures = []
     for number in range(count):
         turns = (Turn("user", prompts.piece("prewarm", number, _PREWARM_TOKENS)),)
@@ -147,7 +141,6 @@ async def _counts(client: LoadClient) -> counters.Counts | None:
 async def _show(
     phase: Phase, run: LoadRun, measured: LoadMeasurement, first: int, *, every_s: float
 ) -> None:
-    """Show progress until cancelled: a rewritten line on a terminal, else one each `every_s`."""
     is_terminal = sys.stdout.isatty()
     while True:
         await asyncio.sleep(_TERMINAL_EVERY_S if is_terminal else every_s)

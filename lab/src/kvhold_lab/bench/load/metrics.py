@@ -1,7 +1,4 @@
-"""Make figures from results: times, rates, errors, and the gain of warm requests. No I/O.
-
-Times and rates are those of successful requests.
-"""
+"""Make figures from results: times, rates, errors, and the gain of warm requests. No I/O."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,15 +31,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of some requests.
-
-    duration_s: from the first start to the last end, failed ones too
+    """duration_s: from the first start to the last end, failed ones too
     busy_s: time with a successful request in flight
     itl_s: between tokens
     late_s: from arrival to sending
     decode_tokens_s: output tokens a second after the first
     input_tokens, cached_tokens: reported by the server
-    score: 0 to 1
     """
 
     requests: int
@@ -65,10 +59,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Gains:
-    """Gains of warm requests: 2 is twice as fast.
-
-    latency: ratio of the times in flight per request
-    """
+    """latency: ratio of the times in flight per request"""
 
     ttft: float
     latency: float
@@ -142,7 +133,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    """Return None if any is unknown: a partial sum would mislead."""
+    """None if any is unknown: a partial sum would mislead."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

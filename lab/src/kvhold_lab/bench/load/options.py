@@ -1,5 +1,3 @@
-"""The options that all workloads share."""
-
 import functools
 import re
 from collections.abc import Callable
@@ -150,8 +148,6 @@ _GAINS = (
 
 
 def with_gains(function: Function) -> Function:
-    """Add the required gains as options, and pass them as `gates`."""
-
     @functools.wraps(function)
     def call(**given: Any) -> None:
         gates = Gates(given.pop("expect_ttft_gain"), given.pop("expect_latency_gain"))

@@ -1,7 +1,4 @@
-"""A measurement as a picture, or as one HTML page with the picture.
-
-Needs matplotlib (`kvhold[lab]`). The page loads and runs nothing, and escapes outside text.
-"""
+"""A measurement as a picture, or as an HTML page, which loads nothing and escapes outside text."""
 
 import base64
 import io

@@ -1,7 +1,6 @@
 """Make rows from the results of several policies: hit tokens and TTFT with intervals. No I/O.
 
-Intervals are of 95 %, by bootstrap. The requests of one user are drawn together, because they
-depend on each other.
+Intervals are of 95 %, by bootstrap; one user's requests are drawn together.
 """
 
 from collections import Counter
@@ -18,11 +17,8 @@ _RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """The answered requests of one policy.
-
-    hit_tokens: prompt tokens that the server did not compute
+    """hit_tokens: prompt tokens that the server did not compute
     ttft_low_s, ttft_high_s: interval of the mean
-    waited_mean_s: wait for other requests, before sending
     """
 
     policy: str
@@ -41,9 +37,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class PolicyDifference:
-    """A policy minus another, by pairs of equal requests that both have answered.
-
-    equal_hits: only pairs with equal hits, whose TTFT shows whether the servers are comparable
+    """equal_hits: only pairs with equal hits; their TTFT shows whether the servers are comparable
     hit_share: of the prompt tokens
     """
 
@@ -67,7 +61,6 @@ class _Estimate:
 
 
 def policy_row(policy: str, results: Sequence[Result]) -> PolicyRow | None:
-    """None: no request was answered."""
     good = list(_answered(results).values())
     if not good:
         return None
@@ -100,7 +93,6 @@ def policy_difference(
     *,
     equal_hits: bool = False,
 ) -> PolicyDifference | None:
-    """None: there is no such pair."""
     own, other = _answered(results), _answered(others)
     pairs = [(own[key], other[key]) for key in own if key in other]
     if equal_hits:
@@ -131,7 +123,6 @@ def policy_difference(
 def compared(
     results: Mapping[str, Sequence[Result]],
 ) -> tuple[list[PolicyRow], list[PolicyDifference]]:
-    """Return a row for each policy, and the differences of the later ones to the first."""
     first, *others = results
     rows = [policy_row(policy, own) for policy, own in results.items()]
     differences = [
@@ -145,7 +136,6 @@ def compared(
 def tables(
     rows: Sequence[PolicyRow], differences: Sequence[PolicyDifference]
 ) -> Iterator[tuple[str, list[list[str]]]]:
-    """`(title, rows of cells)`; the first row is the heading."""
     heading = "requests,errors,prompt tokens,hit tokens,hit share %,95 %,mean TTFT s,95 %,waited s"
     yield (
         "policy",
@@ -189,7 +179,6 @@ def tables(
 
 
 def _answered(results: Sequence[Result]) -> dict[Hashable, Result]:
-    """Return the answered requests by group, labels, and number among equal ones."""
     found: dict[Hashable, Result] = {}
     seen: Counter[Hashable] = Counter()
     for result in sorted(results, key=lambda result: result.started_s):
@@ -218,7 +207,6 @@ def _ttft_s(result: Result) -> float:
 
 
 def _ratio(over: Sequence[float], under: Sequence[float], users: Sequence[Hashable]) -> _Estimate:
-    """Return sum(over) / sum(under), with its interval."""
     numbers: dict[Hashable, int] = {}
     at = [numbers.setdefault(user, len(numbers)) for user in users]
     sums = np.zeros((2, len(numbers)))

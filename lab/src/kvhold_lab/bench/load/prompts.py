@@ -1,8 +1,6 @@
 """Made-up prompts: a name and a number determine the text.
 
-    prompts = TokenPrompts(seed=0); prompts.piece("document", 3, 20_000)
-
-Token ids have an exact length and need no tokenizer. As text, a word is about one token.
+Token ids have an exact length. As text, a word is about one token.
 """
 
 import math
@@ -19,7 +17,6 @@ Content: TypeAlias = str | list[int]
 FIRST_ID, VOCAB_SIZE = (256, 8_000)
 _FEWEST_IDS = 2
 
-# Common and short, so most tokenizers make one token of each with its space.
 _COMMON = """
 the of and to in is that for it was on are as with his they at be this have from or had by hot
 but some what there we can out other were all your when up use word how said each she which do
@@ -34,10 +31,10 @@ class Prompts(Protocol):
     kind: str
 
     def piece(self, name: str, number: int, num_tokens: int) -> Content:
-        """Return `num_tokens` tokens or words. A shorter piece is a prefix of a longer one.
+        """Return tokens or words; a shorter piece is a prefix of a longer one.
 
-        Two numbers of one name, up to 63 bits, differ within the first tokens: those are the
-        number's digits to the base of the vocabulary, lowest first.
+        Numbers of one name, up to 63 bits, differ within the first tokens: the number's digits,
+        lowest first.
         """
 
 
@@ -75,9 +72,7 @@ class TextPrompts:
 
 
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
-    """The number's digits, then random ones, [count], each below `base`."""
     digits, rest = [], number
-    # as many digits for each number: otherwise one could be the prefix of another
     for _ in range(math.ceil(63 / math.log2(base))):
         rest, digit = divmod(rest, base)
         digits.append(digit)

@@ -1,5 +1,3 @@
-"""A measurement's summary, tables, JSON lines and gates. No I/O."""
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,7 +28,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Gates:
-    """Requirements; None: none. Gains are factors: 2 is twice as fast."""
+    """Gains are factors. None: no requirement"""
 
     ttft_gain: float | None = None
     latency_gain: float | None = None
@@ -112,7 +110,6 @@ def summary_line(summary: Summary) -> bytes:
 
 
 def tables(summary: Summary) -> list[tuple[str, list[list[str]]]]:
-    """`(title, rows of cells)`; the first row is the heading."""
     groups = {**summary.groups, **({"all": summary.total} if len(summary.groups) > 1 else {})}
     heading = [
         "requests",

@@ -1,8 +1,7 @@
 """Sends a workload's requests when they are due, and keeps the results.
 
-A request with an arrival time is sent at that time (open loop), others when fewer than
-`max_in_flight` are in flight (closed loop). Runs in one asyncio loop. Cancelling it drops requests
-in flight.
+Open loop: at the arrival time. Closed loop: when fewer than `max_in_flight` are in flight.
+Cancelling drops requests in flight.
 """
 
 import asyncio
@@ -24,7 +23,6 @@ class LoadRun:
     in_flight: int = 0
 
     async def phase(self, phase: Phase) -> None:
-        """Raises the workload's errors."""
         await asyncio.sleep(phase.pause_s)
         began = time.perf_counter()
         room = asyncio.Semaphore(phase.max_in_flight or sys.maxsize)
@@ -72,6 +70,5 @@ class LoadRun:
 
 
 async def _until(request: Request, began: float) -> None:
-    """Wait for the arrival time; always let other tasks run."""
     at_s = request.at_s if request.at_s is not None else 0.0
     await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - began)))

@@ -1,5 +1,3 @@
-"""Make prompts, endpoint, JSON file and arguments from the options of a load test."""
-
 import asyncio
 import json
 import os
@@ -23,7 +21,6 @@ _SEPARATOR_TEXT, _SEPARATOR_TOKENS = " # # ", 4
 
 
 def make_endpoint(common: Common, base_url: str) -> "Endpoint":
-    """Ask the server for its model if none is named. Raises ConfigError."""
     from kvhold_lab.bench.load.client import Endpoint
     from kvhold_lab.bench.load.measure import model_of
 
@@ -88,7 +85,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def arguments_of(workload: Workload) -> dict[str, Any]:
-    """Return the arguments, with the size of a data set in place of its content."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
     return {
         name: len(value) if name in ("examples", "recorded") else _plain(value)

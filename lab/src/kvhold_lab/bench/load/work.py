@@ -2,9 +2,7 @@
 
 A workload yields phases, a phase sessions. A session yields requests and receives replies:
 
-    def session() -> Session:
-        reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
-        yield Request("round 2", (..., Turn("assistant", reply.content), ...), max_tokens=100)
+    reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
 """
 
 from array import array
@@ -21,17 +19,13 @@ COLD, WARM = "cold", "warm"
 
 @dataclass(frozen=True)
 class Turn:
-    """A part of a prompt. Completions join all parts without roles."""
-
     role: Literal["system", "user", "assistant"]
     content: Content
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    at_s:  arrival in seconds from the phase's start; None: when the phase's limit allows it
+    """at_s:  arrival in seconds from the phase's start; None: when the phase's limit allows it
     score: rates the answer's text, 0 to 1
     """
 
@@ -49,7 +43,6 @@ class Reply:
     """Times are in seconds from sending.
 
     gaps_s: between arrivals of tokens
-    input_tokens, cached_tokens: reported by the server, or None
     content: text or token ids, like the prompt
     error: a kind such as "http 503"
     """
@@ -68,8 +61,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class Result:
-    """late_s: delay after the arrival time."""
-
     group: str
     labels: Mapping[str, int | str]
     started_s: float
@@ -83,9 +74,7 @@ Session: TypeAlias = Generator[Request, Reply, None]
 
 @dataclass(frozen=True)
 class Phase:
-    """Concurrent sessions.
-
-    max_in_flight: None: no limit but arrivals
+    """max_in_flight: None: no limit but arrivals
     pause_s: idle before the phase
     """
 

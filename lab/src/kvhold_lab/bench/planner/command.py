@@ -1,5 +1,3 @@
-"""`kvhold bench planner`."""
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
-"""From cells to a row: planning, always loading and always computing are compared. No I/O.
-
-An engine's times are summed and divided by its compute times. Intervals: 95 %, by bootstrap over
-requests.
+"""From cells to a row: planning, always loading and always computing, in times divided by compute
+times. No I/O.
 """
 
 from collections.abc import Sequence
@@ -24,9 +22,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class PlannerRow:
-    """One link.
-
-    speed: 1 loads KV as fast as the engine computes it
+    """speed: 1 loads KV as fast as the engine computes it
     load, plan: times / compute times
     to_best: planning / the better of loading and computing
     """
@@ -74,7 +70,6 @@ def _ratios(
     computed: npt.NDArray[np.float64],
     samples: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float64]:
-    """[samples]; the first is of all cells."""
     ratios: npt.NDArray[np.float64] = taken[samples].sum(axis=1) / computed[samples].sum(axis=1)
     return ratios
 

@@ -1,9 +1,9 @@
 """The engines and rounds: each request is computed, and loaded or planned.
 
-There are two real vLLMs, each with its own node, and its own Redis behind a throttled link. One
-always loads, the other plans. Both also compute every request, under names that no lookup finds.
-Times are ratios to the same engine's compute time, because processes differ. Between two requests
-all chunks are written to Redis, and memory is filled with other KV.
+Two real vLLMs have their own node, and Redis behind a throttled link. One always loads, the other
+plans. Both also compute every request, under names that no lookup finds. Times are ratios to the
+same engine's compute time. Between requests, chunks are written to Redis, and memory is filled with
+other KV.
 """
 
 import random
@@ -37,8 +37,6 @@ _PIECES = 40
 
 @dataclass(frozen=True)
 class PlannerCell:
-    """Seconds to the first token by engine: computed, and loaded or planned."""
-
     num_tokens: int
     computed_s: dict[str, float] = field(default_factory=dict)
     taken_s: dict[str, float] = field(default_factory=dict)
@@ -64,7 +62,6 @@ class _System:
 def break_even_bytes_s(
     model: ModelInfo, prompts: Sequence[list[int]], *, num_threads: int
 ) -> float:
-    """Return the bytes of KV that an engine without kvhold computes a second."""
     with alike(), Engine(options_for(model, **_options(num_threads))) as engine:
         seconds = [engine.generate(prompt, max_tokens=1).ttft_s for prompt in prompts]
     return sum(map(len, prompts)) * model.kv_bytes_per_token / sum(seconds)
@@ -78,10 +75,6 @@ def cells(
     num_threads: int,
     plans: Callable[[dict[str, float]], None] = lambda plans: None,
 ) -> Iterator[PlannerCell]:
-    """plans: gets the planning node's counters at the end.
-
-    Raises OutputsDiffer, EngineFailed, and NotInstalled without Redis.
-    """
     chance = random.Random(len(prompts))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhold-planner-")))
@@ -156,9 +149,6 @@ def _started(
 
 
 def _options(num_threads: int) -> dict[str, Any]:
-    """A prompt is one pass. With several passes, a request that waits for its lookup is also slowed
-    by the first pass's write to Redis, which would be measured instead of planning.
-    """
     longest = _longest()
     one_pass = {"max_model_len": longest, "max_num_batched_tokens": longest}
     return one_pass | {"prefix_caching": False, "block_size": _BLOCK} | binding(num_threads)

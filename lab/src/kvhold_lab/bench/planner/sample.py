@@ -1,7 +1,7 @@
 """Conversations of a trace, scaled down.
 
-Whole conversations are drawn, in the trace's order, so that the share of known tokens stays. A
-block becomes a chunk of `CHUNK` tokens, and prompts are cut at `MOST_CHUNKS`.
+Whole conversations are drawn, in the trace's order. A block becomes a chunk of `CHUNK` tokens;
+prompts are cut at `MOST_CHUNKS`.
 """
 
 import random
@@ -13,13 +13,12 @@ import numpy as np
 from kvhold.core.errors import ConfigError
 from kvhold_lab.simulate.requests import TraceRequest, read_requests
 
-CHUNK = 64  # tokens; the trace has 512
+CHUNK = 64
 MOST_CHUNKS = 60
 _TOKENS = (10, 8000)
 
 
 def sample(path: Path, *, num_requests: int, seed: int) -> list[list[int]]:
-    """Raises ConfigError for a bad file or too few requests."""
     requests = list(read_requests(path, TraceRequest))
     conversations: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):

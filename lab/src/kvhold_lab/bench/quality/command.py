@@ -1,5 +1,3 @@
-"""`kvhold bench quality`."""
-
 from pathlib import Path
 
 import click

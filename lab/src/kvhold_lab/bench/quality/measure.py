@@ -1,8 +1,4 @@
-"""Compare answers on KV that a codec has encoded and decoded with answers on the unchanged KV.
-
-Differences are paired. Standard errors are over contexts, because answers of one context depend on
-each other.
-"""
+"""Compare answers on encoded and decoded KV with answers on the unchanged KV."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,23 +12,18 @@ from kvhold_lab.bench.quality.model import Bits, QualitySubject
 from kvhold_lab.bench.quality.passing import Passed, through
 from kvhold_lab.bench.quality.tasks import KINDS, NO_KIND, Exams
 
-LEAST_ACCURACY = 0.5  # below this a drop says nothing
+LEAST_ACCURACY = 0.5
 
 _NAMES = {mark: name for name, mark in KINDS.items()}
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """The costs of one codec.
-
-    accuracy:         share of answer tokens that were the first guess; None without recall
-    accuracy_drop:    points (hundredths) lost; None also if accuracy without a codec is below
-                      `LEAST_ACCURACY`
-    accuracy_drop_se: its standard error
+    """accuracy:         share of answer tokens that were the first guess; None without recall
+    accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY`
     kl:               mean KL(unchanged || codec) before each answer token, in nats
     perplexity_ratio: of the answer tokens, codec / unchanged
     error:            largest |decoded - original| / largest |original|, in the worst layer
-    answers:          answer tokens
     """
 
     codec: str
@@ -50,14 +41,14 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class MeasuredChannels:
-    """Of each layer: the largest channel's root mean square over the median channel's."""
+    """The largest channel's root mean square over the median channel's, by layer."""
 
     keys: list[float]
     values: list[float]
 
     @classmethod
     def of(cls, kv: Bits) -> "MeasuredChannels":
-        """From `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16."""
+        """kv: `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16"""
         numbers = (kv.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         sizes = np.sqrt((numbers**2).mean(axis=(0, 3)))
         flat = sizes.reshape(*sizes.shape[:2], -1)
@@ -111,8 +102,6 @@ class _Guesses:
 
 @dataclass
 class _Tally:
-    """Sums over batches, by context."""
-
     codec: str
     plain_bytes: int = 0
     frame_bytes: int = 0

@@ -1,10 +1,6 @@
 """A model whose KV can be taken out after the context, and replaced before the questions.
 
-    subject = load_subject(find_weights(), tokens_per_chunk=128)
-    kv = subject.prefill(contexts)  # [exams, layers, 2, tokens, heads, head_dim]
-    logits = subject.answer(kv, questions)  # [exams, question tokens, vocabulary]
-
-The model computes in float32; KV is bfloat16 as uint16. Full attention only.
+It computes in float32; KV is bfloat16 as uint16. Full attention only.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +29,7 @@ def find_weights() -> Path | None:
 
 @dataclass(frozen=True)
 class QualitySubject:
-    """layout: of its KV; tokenizer: None for a model of `tasks.py`."""
+    """tokenizer: None for a model of `tasks.py`"""
 
     name: str
     model: Any
@@ -43,7 +39,7 @@ class QualitySubject:
     _config: Any
 
     def prefill(self, contexts: Tokens) -> Bits:
-        """Return KV `[exams, layers, 2, tokens, heads, head_dim]` of `[exams, tokens]`."""
+        """`[exams, tokens]` -> KV `[exams, layers, 2, tokens, heads, head_dim]`."""
         import torch
         from transformers import DynamicCache
 
@@ -76,10 +72,6 @@ class QualitySubject:
 
 
 def load_subject(model: str | Path, *, tokens_per_chunk: int) -> QualitySubject:
-    """Load a folder or a name.
-
-    Raises ConfigError for a missing or unusable model, LayoutError for unsupported KV.
-    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

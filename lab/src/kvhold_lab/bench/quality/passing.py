@@ -16,11 +16,7 @@ Bits = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Passed:
-    """The decoded KV.
-
-    frame_bytes: with headers
-    error:       largest |decoded - original| / largest |original|, in the worst layer
-    """
+    """error: largest |decoded - original| / largest |original|, in the worst layer"""
 
     bits: Bits
     plain_bytes: int

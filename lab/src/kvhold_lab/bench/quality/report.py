@@ -1,5 +1,3 @@
-"""Show the rows as a table, and as a picture of accuracy over ratio."""
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +7,6 @@ from kvhold_lab.bench.quality.measure import MeasuredChannels, QualityRow
 
 _LEAST_SPREAD = 0.02
 
-# distance from the dot; neighbours differ, so that names do not overlap
 _LABELS = (10, -10, 24, -24)
 
 
@@ -29,10 +26,7 @@ def render_channels(channels: MeasuredChannels) -> str:
 
 
 def draw(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """Draw accuracy, or else KL, over ratio. PNG, SVG or PDF.
-
-    Raises ClickException without matplotlib.
-    """
+    """PNG, SVG or PDF. Raises ClickException."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

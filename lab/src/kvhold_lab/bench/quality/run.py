@@ -1,5 +1,3 @@
-"""Choose the model and the questions, and measure each codec."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from kvhold_lab.bench.quality.writing import QUESTIONS, continued, written_recal
 CHUNK_TOKENS = 128
 CONTEXTS, OTHER_CONTEXTS = 256, 32
 SEED = 1_000_003
-SHORTEST, LONGEST = 260, 500  # tokens of context: two or three chunks and a tail
+SHORTEST, LONGEST = 260, 500
 ASKED = Asked(lookups=8, hops=2, runs=1)
 
 _BATCH = 8
@@ -41,13 +39,8 @@ def evaluate(
     num_contexts: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Evaluation:
-    """Ask questions on KV that each codec has encoded and decoded.
-
-    model: a folder or name for transformers; None: the small trained one
+    """model: a folder or name for transformers; None: the small trained one
     text:  ask for its continuation instead of questions
-
-    Raises NotMeasurable, ConfigError for an unusable codec, model or text, LayoutError for
-    unsupported KV.
     """
     used = [make_codec(name) for name in codecs]
     if num_contexts is None:
@@ -95,16 +88,15 @@ def recall_batches(num_contexts: int, seed: int = SEED) -> Iterator[Exams]:
 
 
 def trained_kv(num_contexts: int) -> Bits:
-    """Return a whole chunk from each context. Raises NotMeasurable.
-
-    bfloat16 as uint16, `[contexts, layers, 2, CHUNK_TOKENS, heads, head_dim]`.
+    """A whole chunk from each context, bfloat16 as uint16: `[contexts, layers, 2, CHUNK_TOKENS,
+    heads, head_dim]`. Raises NotMeasurable.
     """
     subject = _load(None, CHUNK_TOKENS)
     exams = draw(
         np.random.default_rng(SEED), num_exams=num_contexts, num_tokens=LONGEST, asked=ASKED
     )
     kv = subject.prefill(exams.contexts)
-    start = CHUNK_TOKENS  # the second chunk has tokens before it
+    start = CHUNK_TOKENS
     return np.ascontiguousarray(kv[:, :, :, start : start + CHUNK_TOKENS])
 
 

@@ -6,7 +6,7 @@ A context has pairs `key value` and runs `RUN key letter ...`. Some values are k
     HOP    key -> the value of the key that is this key's value
     RUN    key -> all letters of that run
 
-Answers are part of the questions. `benchmarks/quality/train.py` trains on other draws.
+`benchmarks/quality/train.py` trains on other draws.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,6 @@ NO_KIND = 0
 
 @dataclass(frozen=True)
 class Asked:
-    """Numbers of questions for a context, which has as many runs and twice as many two hops."""
-
     lookups: int
     hops: int
     runs: int
@@ -46,9 +44,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Exams:
-    """Contexts of one length with their questions.
-
-    contexts:  [exams, tokens]
+    """contexts:  [exams, tokens]
     questions: [exams, asked.num_tokens], with answers
     kinds:     [exams, asked.num_tokens], the mark of an answer's question, else NO_KIND
     """
@@ -66,9 +62,9 @@ def draw(
     asked: Asked,
     num_keys: int = NUM_KEYS,
 ) -> Exams:
-    """num_keys: different keys; few are easier.
+    """num_keys: different keys; few are easier
 
-    Raises ValueError if contexts are too short or need more keys.
+    Raises ValueError: contexts are too short or need more keys.
     """
     longest = longest_context(asked, num_keys)
     if not asked.least_context <= num_tokens <= longest:
@@ -103,7 +99,7 @@ def _draw_one(
     order = rng.permutation(len(records))
     context = np.concatenate([np.full(1 + spare, BEGIN), *(records[at] for at in order)])
 
-    # so no question gives away another's answer
+    # no question gives away another's answer
     free = np.setdiff1d(np.arange(num_pairs), [asked_starts, asked_middles])
     looked_up = rng.permutation(free)[: asked.lookups]
     asks = [(LOOKUP, pair_keys[at], [values[at]]) for at in looked_up]

@@ -1,4 +1,4 @@
-"""Questions for any language model: numbers in the context, or a text's continuation."""
+"""Questions for any language model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +17,6 @@ _FIRST, _SECOND = "bdfgklmnprstvz", "aeiou"
 def written_recall(
     tokenizer: Any, *, num_contexts: int, num_tokens: int, seed: int
 ) -> Iterator[Exams]:
-    """Lines "The number of Bato is 4821.", about `num_tokens` tokens, then `QUESTIONS` again."""
     rng = np.random.default_rng(seed)
     names = [
         f"{a}{b}{c}{d}".capitalize()
@@ -47,7 +46,6 @@ def written_recall(
 
 
 def continued(tokens: Sequence[int], *, num_contexts: int, num_tokens: int) -> Iterator[Exams]:
-    """Cut evenly spread pieces. Raises ConfigError for a text that is too short."""
     step = num_tokens + CONTINUED_TOKENS
     most = len(tokens) // step
     if most < 1:

@@ -1,5 +1,3 @@
-"""`kvhold bench soak`."""
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,8 +1,4 @@
-"""Randomly damaged frames, received as the cache receives them.
-
-Layouts: GQA, MLA, float8 together with float32, an engine's own packing. Damage: flipped bits,
-truncation, another frame, a part of another frame, two exchanged layers.
-"""
+"""Randomly damaged frames, received as the cache receives them."""
 
 import random
 import time
@@ -60,7 +56,7 @@ _FRAMES_EACH = 8
 
 @dataclass(frozen=True)
 class Damage:
-    """The result. undetected: must be 0"""
+    """undetected: must be 0"""
 
     injected: dict[str, int]
     noticed_by: dict[str, int]

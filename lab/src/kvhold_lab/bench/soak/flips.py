@@ -1,11 +1,7 @@
 """Flips bits of stored chunks from outside the cache, then reads the chunks.
 
-    in_memory(10_000, seed=1)  # a real node, two clients
-    in_tiers(10_000, seed=1, names=["disk", ...])  # count in each tier
-
-An engine is a pool of random blocks. It stores and loads in each way of the integrations. A load
-must miss or return equal blocks. With a tier, bits are flipped before the commit, during the write,
-or in the tier.
+Stores and loads are those of the integrations. A load must miss or return equal blocks. With a
+tier, bits are flipped before the commit, during the write, or in the tier.
 """
 
 import asyncio
@@ -45,7 +41,6 @@ _LAYOUTS = tuple(
         (Group(layers=3, planes=2, heads=2, head_dim=head_dim, dtype="bfloat16"),),
         tokens_per_chunk=_BLOCK * _BLOCKS,
     )
-    # 32: layers of 4 KiB, hashed by the compiled copies. 1: of 128 bytes, hashed by the library.
     for head_dim in (32, 1)
 )
 _CODECS = ("raw", "lossless")
@@ -53,9 +48,8 @@ _CODECS = ("raw", "lossless")
 
 @dataclass(frozen=True)
 class Flips:
-    """The result. delivered: damaged chunks that were loaded; must be 0.
-
-    exact:    unharmed chunks, such as from a tier's good copy
+    """delivered: damaged chunks that were loaded; must be 0
+    exact:     unharmed chunks, such as from a tier's good copy
     """
 
     flipped: dict[str, int]
@@ -135,7 +129,7 @@ class _Engine:
             reservation.commit()
 
     def load(self, cache: Cache, prompt: Prompt) -> bool:
-        """Return False for a miss or reported damage."""
+        """False: a miss, or reported damage."""
         for tensor in self.tensors:
             tensor[:, self.into] = 0
         with cache.lookup(prompt.query()) as hit:
@@ -199,7 +193,6 @@ def in_memory(count: int, seed: int) -> Flips:
 
 
 def in_tiers(count: int, seed: int, names: Sequence[str] = ()) -> Flips:
-    """Flip `count` bits with each tier."""
     tally = _Tally()
     for name in names or TIERS:
         chance = random.Random(seed)
@@ -238,7 +231,7 @@ def _over_one_tier(
                     _flip(engine, arena, offset)
 
             engine.store(cache, number, prompt, before_commit)
-            if when == "after it":  # before, during or after the tier worker frames it
+            if when == "after it":
                 _flip(engine, arena, places[0])
             below += [prompt] if when == "below" else []
             tally.flipped[name] += when != "never"
@@ -271,7 +264,6 @@ def _flip(engine: _Engine, arena: OpenArena, offset: int) -> None:
 
 
 async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.Random) -> None:
-    """Flip a bit in the tier. Runs in the tier worker's loop."""
     assert cache.tier_worker is not None
     tier = cache.tier_worker._stack.guards[0]._tier
     for key, size in zip(keys, await tier.probe(keys), strict=True):

@@ -1,7 +1,7 @@
 """A node with a disk tier is killed at random moments while it stores and clears.
 
-A prompt is acknowledged when `flush` has returned. After a restart it must be a full hit with the
-right bytes, and the tier must count as many used bytes as the file system.
+After a restart, a prompt whose `flush` had returned must be a full hit with the right bytes, and
+the tier must count as many used bytes as the file system.
 """
 
 import logging
@@ -35,7 +35,7 @@ _REREAD = 6
 
 @dataclass(frozen=True)
 class Kills:
-    """The result. lost, wrong and misaccounted must be 0."""
+    """lost, wrong and misaccounted must be 0."""
 
     rounds: int
     acknowledged: int
@@ -95,7 +95,7 @@ def _round(work: _Run, number: int, *, last: bool = False) -> None:
         if last:
             return
         if number % _ROUNDS_A_SPACE == _ROUNDS_A_SPACE - 1:
-            # a clear that is killed may or may not take effect
+            # a killed clear may or may not take effect
             work.space, work.kept, work.fresh = (work.space + 1, [], [])
             threading.Timer(work.chance.uniform(0, 0.05), node.kill).start()
             with suppress(KVHoldError):
@@ -130,9 +130,7 @@ def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
 
 
 def _account(work: _Run, client: NodeClient) -> None:
-    client.lookup(
-        _prompt(work, 0).query()
-    ).close()  # a miss, whose answer comes after the disk's scan
+    client.lookup(_prompt(work, 0).query()).close()
     (tier,) = client.status()["tiers"]
     kv = work.folder / "kv"
     files = [path for path in kv.glob("??/*") if path.is_file()]
@@ -151,7 +149,6 @@ class _Node:
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "node.sock"
         command = serve_command("--socket", str(self._socket), "--ram-bytes", "32MiB")
-        # a busy machine must not lose chunks by time-outs
         patient = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"
         command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB&{patient}"]
         environ = {

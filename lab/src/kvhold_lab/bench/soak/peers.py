@@ -1,9 +1,8 @@
 """Nodes that serve each other, with random requests, while nodes are killed and the network fails.
 
-Each node reaches each other one over a relay of its own (`bench/relay.py`). One thread for each
-node stores prompts, and looks prompts up that all nodes store. The main thread kills nodes, starts
-them again, cuts the links of a node, and makes links forget their connections. At the end the
-network is whole, one node clears, and all nodes must be empty.
+One thread for each node stores prompts, and looks up prompts that all nodes store. The main thread
+kills and starts nodes, cuts links (`bench/relay.py`), and drops connections. At the end the network
+is whole, one node clears, and all nodes must be empty.
 """
 
 import json
@@ -37,11 +36,11 @@ SPACE = Namespace(
         tokens_per_chunk=16,
     ),
 )
-_PROMPTS = 200  # of up to 1,000 tokens, 1 MB each: several times one node's memory
+_PROMPTS = 200
 _MOST_TOKENS = 1000
 _RAM_BYTES = 32 << 20
 _CALL_S, _ARRIVAL_S = 5.0, 5.0
-_SLACK_S = 10.0  # two cores for all nodes
+_SLACK_S = 10.0
 _PATIENCE_S = 60.0
 _CHAOS_S = (0.3, 2.0)
 _STOP_S = 20.0
@@ -50,10 +49,9 @@ _KINDS = ("kills", "cuts", "forgotten")
 
 @dataclass(frozen=True)
 class PeersSoak:
-    """The result. wrong, late and left must be 0.
+    """wrong, late and left must be 0.
 
-    loaded_tokens: found on another node
-    refused:       calls that raised an error, such as of a node that is dead
+    refused:       calls that raised an error, such as of a dead node
     late:          calls that took longer than their deadlines
     left:          nodes that hold bytes, pins or leases at the end
     """
@@ -161,7 +159,6 @@ def _break(
     tally: _Tally,
     until_s: float,
 ) -> None:
-    """Kill nodes and break links at random. At most one node is down, or cut off, at a time."""
     kinds: list[str] = []
     while time.monotonic() < until_s:
         number = chance.randrange(len(fleet))
@@ -179,7 +176,7 @@ def _break(
             some = chance.sample(own, chance.randint(1, len(own)))
             for link in some:
                 link.cut()
-            time.sleep(chance.choice((0.5, 2, 8)))  # 5 s of silence end a connection
+            time.sleep(chance.choice((0.5, 2, 8)))
             for link in some:
                 link.mend()
         else:
@@ -210,7 +207,6 @@ def _ask(node: "_Node", chance: random.Random, tally: _Tally, ended: threading.E
             except KVHoldError:
                 tally.add("refused")
                 ended.wait(0.05)
-            # a store is three calls, a read four and the wait for other nodes
             took_s = time.monotonic() - began_s
             if took_s > 4 * _CALL_S + _ARRIVAL_S + _SLACK_S:
                 tally.add("late", finding=f"a request took {took_s:.1f} s")
@@ -239,7 +235,6 @@ def _read(client: NodeClient, prompt: Prompt, tally: _Tally) -> None:
 
 
 def _at_baseline(fleet: list["_Node"], tally: _Tally) -> int:
-    """Clear on the first node. Returns the number of nodes that are not empty afterwards."""
     until_s = time.monotonic() + _PATIENCE_S
     with ExitStack() as stack:
         clients = [stack.enter_context(node.client()) for node in fleet]

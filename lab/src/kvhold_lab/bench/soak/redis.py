@@ -1,7 +1,6 @@
-"""A real vLLM whose Redis tier is killed again and again.
+"""A real vLLM whose Redis tier is killed every minute, and is down for ten seconds.
 
-Most hits come through Redis, which is killed every minute and is down for ten seconds. Answers are
-compared with those of vLLM alone. Memory must not grow after a fifth of the time.
+Answers are compared with those of vLLM alone. Memory must not grow after a fifth of the time.
 """
 
 import os
@@ -24,7 +23,6 @@ _PROMPTS = 40
 _AT_ONCE = 4
 _OUTPUT_TOKENS = 6
 _MAY_GROW_BYTES = 200 << 20
-# vLLM's own memory grows until then. With fewer than twice as many, only the node is judged.
 _SETTLED_REQUESTS = 3_000
 _VOCABULARY = range(10, 250)
 
@@ -43,7 +41,6 @@ class RedisSoak:
 
 
 def run(minutes: float, every_s: float, seed: int) -> RedisSoak:
-    """Raises NotInstalled without redis-server, EngineFailed if vLLM does not start."""
     model, prompts = make_model("tiny"), _prompts(seed)
     with _engine(model, None, "") as plain:
         expected = plain.generate_many(prompts, max_tokens=_OUTPUT_TOKENS).token_ids

@@ -2,8 +2,8 @@
 
 Each answer must equal that of a third engine without a connector and prefix cache. Requests share
 beginnings and are aborted at every stage. Engines preempt, and the node soon evicts. Batches change
-the last bits of float32 logits, so answers are compared up to the first near tie (`_SURE`). Loaded
-blocks are compared with computed ones (`kvhold_lab.verify.witness`).
+the last bits of logits, so answers are compared up to the first near tie (`_SURE`). Loaded blocks
+are compared with computed ones (`kvhold_lab.verify.witness`).
 """
 
 import random
@@ -35,7 +35,7 @@ _LONGEST_ANSWER = 64
 _RAM_BYTES = 4 << 20
 _BLOCKS = 1 + 20
 _WINDOW = 100
-# A smaller difference of logarithms is a near tie. Batches cause 1e-5.
+# smallest sure difference of logarithms; batches cause 1e-5
 _SURE = 1e-3
 _PATIENT_S = 60.0
 _ENGINE_TIMEOUT_S = 900.0
@@ -47,7 +47,7 @@ class Requests:
     """wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
 
     kv_unknown:  blocks that no engine computed, and loads that ended inside a block
-    unsteady:    differing answers that the third engine also gives if it gets the prompt alone
+    unsteady:    differing answers that the third engine also gives to the prompt alone
     near_ties:   answers that were shortened or dropped at a near tie
     missing:     events that must occur and did not
     """
@@ -74,8 +74,6 @@ class Requests:
 
 @dataclass(frozen=True)
 class SoakAnswer:
-    """near_tie: the answer was cut at a near tie"""
-
     token_ids: list[int]
     near_tie: bool
 
@@ -87,8 +85,6 @@ class SoakAnswer:
 
 @dataclass(frozen=True)
 class Difference:
-    """name: the connector's id of the request."""
-
     engine: int
     arrival: VerifyArrival
     expected: list[int]
@@ -128,7 +124,6 @@ class SoakTally:
 
 
 def run(requests: int, seed: int) -> Requests:
-    """Raises EngineFailed if an engine does not start."""
     began = time.monotonic()
     model = make_checkpoint("llama").path
     with tempfile.TemporaryDirectory(prefix="kvhold-requests-") as folder, ExitStack() as stack:
@@ -179,8 +174,6 @@ class _Window:
 
 
 class _Soak:
-    """crew: the third engine, then the two."""
-
     def __init__(
         self, crew: Sequence[_Engine], vocabulary: Sequence[int], chance: random.Random
     ) -> None:
@@ -323,7 +316,7 @@ def _sharing(model: Path, socket: Path, notes: Path) -> list[dict[str, Any]]:
         "kv_cache_memory_bytes": 128 << 20,
         "max_num_seqs": 8,
         "enable_chunked_prefill": True,
-        # begin prompts that do not fit, so they are preempted while being computed
+        # begin prompts that do not fit, so they are preempted
         "scheduler_reserve_full_isl": False,
     }
     one = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}

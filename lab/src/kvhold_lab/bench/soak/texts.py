@@ -1,7 +1,6 @@
 """Random prompts: they branch off earlier prompts, continue an answer, repeat, or are new.
 
-Only the latest prompts are remembered, so that shared parts may still be cached. Half of
-the lengths are at or next to an edge of blocks and chunks.
+Half of the lengths are at or next to an edge of blocks and chunks.
 """
 
 import random
@@ -16,8 +15,6 @@ _KINDS, _OF_TEN = (_NEW, _AGAIN, _GO_ON, _BRANCH), (2, 2, 2, 4)
 
 @dataclass(frozen=True)
 class TextShape:
-    """Sizes in tokens. limit: of the longest prompt"""
-
     block: int
     chunk: int
     limit: int

@@ -1,4 +1,4 @@
-"""Name a vLLM engine's KV by the facts of `walk.py`."""
+"""Name a vLLM engine's KV."""
 
 from kvhold.integrations.vllm.naming.walk import engine_facts, machine_facts
 

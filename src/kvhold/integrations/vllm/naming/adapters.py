@@ -1,9 +1,8 @@
 """Name a request's LoRA adapter by the content of its files.
 
 vLLM loads adapters without telling the connector (docs/decisions/0022). Its prefix cache identifies
-an adapter by name and path, its image embeddings by the name only. So if a name and path have had
-two contents, the adapter is not cached until the engine restarts, whatever its number is. The same
-holds for images if the name has had two contents.
+an adapter by name and path, its image embeddings by the name only. So after a name and path (for
+images: a name) have had two contents, the adapter is not cached until the engine restarts.
 
 Files older than the engine had one content in every load. For newer files, the workers compare the
 name with their loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
@@ -32,9 +31,7 @@ MARGIN_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class AdapterUse:
-    """identity: digest of the files; empty: unknown
-    is_newer: the files are newer than the engine
-    """
+    """identity: digest of the files; empty: unknown"""
 
     number: int
     path: str
@@ -44,8 +41,6 @@ class AdapterUse:
 
 @dataclass
 class _Known:
-    """A named adapter's files. `name` is None once they have changed."""
-
     stamp: Stamp
     name: str | None
     identity: str = ""
@@ -53,21 +48,18 @@ class _Known:
 
 
 class Adapters:
-    """One engine's adapters. Make it before the engine loads any."""
+    """Make it before the engine loads any."""
 
     def __init__(self, can_observe: Callable[[], bool] = lambda: False) -> None:
-        """can_observe: whether the workers see vLLM's loads."""
+        """can_observe: the workers see vLLM's loads"""
         self._can_observe = can_observe
         self._oldest_load_ns = time.time_ns()
         self._known: dict[tuple[int, str, str], _Known] = {}
-        self._contents: dict[tuple[str, ...], str] = {}  # by name and path, and by name
+        self._contents: dict[tuple[str, ...], str] = {}
 
     def name_of(self, adapter: Any, *, has_media: bool = False) -> str | None:
-        """Return the adapter's name; None: not cached, and the reason is logged.
-
-        Call it for every request with the adapter, in the order of arrival.
-
-        has_media: the request has images, video or audio
+        """None: not cached; the reason is logged. Call it for every request with the adapter, in
+        the order of arrival.
         """
         known_as = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         known = self._known.get(known_as)
@@ -95,7 +87,6 @@ class Adapters:
         return known.name if self._is_one_content(adapter, has_media=has_media) else None
 
     def is_unchanged(self, adapter: Any, *, has_media: bool = False) -> bool:
-        """Whether a named adapter's files are unchanged (20 microseconds)."""
         if not self._is_one_content(adapter, has_media=has_media):
             return False
         known = self._known.get((adapter.lora_int_id, adapter.lora_name, adapter.lora_path))
@@ -120,7 +111,7 @@ class Adapters:
             if before not in (identity, _SEVERAL):
                 self._contents[key] = _SEVERAL
                 is_path = len(key) == 2
-                log.log(  # another path with the same name matters only for images
+                log.log(
                     logging.WARNING if is_path else logging.INFO,
                     "kvhold: %s of adapter %s are not cached any more: the name has had other "
                     "content, whose results vLLM may use. Give each content its own name",
@@ -136,7 +127,7 @@ class Adapters:
     def _check_age(self, adapter: Any) -> bool:
         """Whether this engine may have loaded an earlier content.
 
-        Raises LayoutError if it may, and the workers do not see vLLM's loads.
+        Raises LayoutError if so and the workers do not see vLLM's loads.
         """
         is_newer = last_change(adapter.lora_path) > self._oldest_load_ns - MARGIN_NS
         if is_newer and not self._can_observe():
@@ -170,12 +161,12 @@ class Adapters:
 
 
 def has_settled(path: str) -> bool:
-    """Whether any later change will give the files another time."""
+    """Whether later changes will change the files' time."""
     return last_change(path) < time.time_ns() - MARGIN_NS
 
 
 def stamp_of(path: str) -> Stamp:
-    """Return the files' names, sizes, times and inodes. They change with the files."""
+    """Names, sizes, times and inodes change with the files."""
     marks = []
     for file in adapter_places(path):
         status = file.stat()
@@ -186,10 +177,7 @@ def stamp_of(path: str) -> Stamp:
 
 
 def last_change(path: str) -> int:
-    """Return when files, folder or links last changed, in ns since 1970.
-
-    Folder and links count, because a moved or linked file keeps its old time.
-    """
+    """The time is in ns since 1970. Folder and links count, because a moved file keeps its time."""
     places = adapter_places(path)
     times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]
     return max([*times, *(made for file in places for made in _times_of_links(file.absolute()))])
@@ -200,7 +188,7 @@ def _changed(status: os.stat_result) -> int:
 
 
 def _times_of_links(path: Path, depth: int = 0) -> Iterator[int]:
-    if depth > 40:  # more than the system follows
+    if depth > 40:
         raise LayoutError(f"{path} leads through too many links")
     for place in (path, *path.parents):
         if place.is_symlink():

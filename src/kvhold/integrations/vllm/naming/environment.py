@@ -1,6 +1,6 @@
 """Name the environment variables of vLLM and libraries, except harmless ones.
 
-A VLLM_... variable that is in no table is named.
+Unlisted VLLM_... variables are named, too.
 """
 
 import os

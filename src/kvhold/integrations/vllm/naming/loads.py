@@ -1,9 +1,7 @@
 """Record the files of each adapter that vLLM loads in this worker.
 
-kvhold wraps vLLM's method that loads an adapter, and records the files' digest.
-
 KV is loaded and stored only if all loads of the adapter's number had the named content, and the
-files are unchanged since the last load.
+files are unchanged since.
 """
 
 import logging
@@ -26,7 +24,7 @@ _METHOD = "_load_adapter"
 
 @dataclass(frozen=True)
 class _Load:
-    """One load. `identity` is None if the files changed during it."""
+    """identity: None: the files changed during the load"""
 
     path: str
     stamp: Stamp
@@ -34,8 +32,6 @@ class _Load:
 
 
 class AdapterLoads:
-    """The loads of this process. Any thread."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[int, _Load] = {}
@@ -75,21 +71,20 @@ class AdapterLoads:
         return load_and_note
 
     def _content(self, path: str) -> tuple[Stamp, str | None]:
-        """Never raise, because the engine would fail."""
+        """An error would fail the engine."""
         try:
             stamp = stamp_of(path)
             if (known := self._digests.get((path, stamp))) is not None:
                 return stamp, known
             is_old = has_settled(path)
             identity = adapter_identity(path)
-            if is_old and stamp_of(path) == stamp:  # so any later change changes the stamp
+            if is_old and stamp_of(path) == stamp:
                 self._digests = {(path, stamp): identity} | dict(
                     list(self._digests.items())[:_MOST_DIGESTS]
                 )
             return stamp, identity
         except (LayoutError, OSError) as error:
             log.warning("kvhold: the adapter in %s is not cached: %s", path, error)
-        # an adapter's files may hold anything
         except Exception:
             log.exception("kvhold: the adapter in %s is not cached", path)
         return (), None
@@ -105,7 +100,7 @@ def can_observe() -> bool:
 
 
 def observed_loads() -> AdapterLoads:
-    """Return this process's loads. Call it before the engine loads any adapter."""
+    """Call it before the engine loads any adapter."""
     manager = _manager()
     if manager is not None and not hasattr(getattr(manager, _METHOD), "kvhold_loads"):
         method = _loads.observing(getattr(manager, _METHOD))
@@ -122,4 +117,4 @@ def _manager() -> Any:
     return WorkerLoRAManager if callable(getattr(WorkerLoRAManager, _METHOD, None)) else None
 
 
-_loads = AdapterLoads()  # shared by all engines of this process
+_loads = AdapterLoads()

@@ -11,7 +11,7 @@ from kvhold.core.errors import LayoutError
 
 
 def check_weights(load: Any, model: str) -> None:
-    """Raise LayoutError for weights that vLLM reads from elsewhere.
+    """Raises LayoutError: vLLM reads weights from elsewhere.
 
     load: vLLM's LoadConfig
     """
@@ -28,7 +28,7 @@ def check_weights(load: Any, model: str) -> None:
 
 
 def other_models(hf_config: object) -> list[tuple[str, str]]:
-    """Return (setting, model) of other models whose weights a model uses (Ultravox's towers)."""
+    """Return (setting, model) of models such as Ultravox's towers."""
     return [
         (name, value)
         for name, value in sorted(vars(hf_config).items())

@@ -1,8 +1,7 @@
-"""The fields of vLLM's configuration that name a namespace, and why the others do not.
+"""The fields of vLLM 0.32's configuration that name a namespace, and why the others do not.
 
-Each field of vLLM 0.32 is listed once; a test checks that. A field of a later version splits the
-cache until it is listed. A field is harmless if it changes no byte of KV, or if its effect is in
-another fact.
+A test checks that each is listed. An unlisted field of a later version splits the cache. A field is
+harmless if it changes no byte of KV, or if its effect is in another fact.
 """
 
 from kvhold.core.naming import Table
@@ -42,7 +41,6 @@ _ALL_HARMLESS_SECTIONS = {
     CACHING: "kv_events_config",
     PLACES: "instance_id",
     SCHEDULING: "shutdown_timeout",
-    # its class is a separate fact
     ELSEWHERE: "quant_config",
 }
 
@@ -236,7 +234,6 @@ TABLES: dict[str, Table] = {
         {
             ELSEWHERE: "target_model_config target_parallel_config draft_model_config "
             "draft_parallel_config",
-            # a separate fact for a draft model
             LOADING: "draft_load_config",
             MEMORY: "suffix_decoding_max_cached_requests",
             SAMPLING: "rejection_sample_method synthetic_acceptance_rates "

@@ -1,7 +1,7 @@
 """Collect the facts of a vLLM engine: its configuration, except harmless fields.
 
-Only plain values can be named. Any other value raises a LayoutError with the name of its field,
-unless `share` leaves the field out.
+Only plain values can be named. Any other raises a LayoutError with its field, unless `share` leaves
+the field out.
 """
 
 from pathlib import Path
@@ -30,7 +30,6 @@ _MODULES = {"vllm": vllm, "torch": torch, "transformers": transformers}
 _LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "compressed-tensors")
 _OPEN_PACKAGES = ("vllm", "transformers", "transformers_modules", "compressed_tensors")
 _PLACES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-# the layout has these fields per shard
 _PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"
 
 SHARES = {
@@ -51,10 +50,7 @@ A name that ends in a dot stands for all facts that begin with it.
 
 
 def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Facts:
-    """Return the facts.
-
-    Raises LayoutError for a value that cannot be named, ConfigError for an unknown `share`.
-    """
+    """Raises LayoutError: a value cannot be named; ConfigError: an unknown `share`."""
     left_out = shared_names(settings)
     found: dict[str, str] = {}
     rules = _rules(left_out, per_shard=settings.head_shards > 0)
@@ -78,7 +74,7 @@ def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Conf
 
 
 def machine_facts(config: "VllmConfig", settings: Config) -> Facts:
-    """Return the facts of this host: its builds, environment, and drafter's weights."""
+    """This host's builds, environment, and drafter's weights."""
     left_out = shared_names(settings)
     found = build_facts() | environment_facts()
     if drafts(config):
@@ -136,10 +132,10 @@ def _add_conditional(config: "VllmConfig", rules: NamingRules, found: dict[str, 
         for name, text in found.items()
         if name.startswith("vllm.model_config.hf")
     ):
-        # the length decides between long and short factors
+        # it decides between long and short factors
         found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")
     if str(config.load_config.load_format) == "dummy":
-        found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # dummy weights depend on it
+        found["vllm.model_config.seed"] = text_of(model.seed, "seed")
     if drafts(config):
         _add_draft_model(config.speculative_config, config.load_config, rules, found)
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
@@ -183,10 +179,7 @@ def _add_draft_model(
 def _add_groups(
     config: "VllmConfig", kv_cache: "KVCacheConfig", rules: NamingRules, found: dict[str, str]
 ) -> None:
-    """Add each group's layer names and spec.
-
-    A pipeline stage knows only its own layers, so with several stages the names are left out.
-    """
+    """One stage of a pipeline does not know the other layers, so names are left out."""
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):
         walk(group, f"kv.groups[{number}]", rules, found)

@@ -1,7 +1,6 @@
 """Chats: users come, ask, think, ask again with the whole chat in the prompt, and leave.
 
-The times, lengths and texts of all requests depend only on the seed. Answers in prompts are made
-up, so two servers get equal requests.
+All requests depend only on the seed; answers in prompts are made up.
 """
 
 from collections.abc import Iterator
@@ -15,14 +14,12 @@ from kvhold_lab.bench.load.work import Phase, Request, Session, Turn
 
 FIRST, LATER = "first", "later"
 _FEWEST_TOKENS = 16
-_TAG = 0xC4A7  # other draws of the same seed
+_TAG = 0xC4A7
 _QUESTIONS_OF_A_USER = 1 << 20
 
 
 @dataclass(frozen=True)
 class _Question:
-    """at_s: arrival; answer_tokens: of the answer in the next prompt"""
-
     at_s: float
     tokens: int
     answer_tokens: int
@@ -37,19 +34,14 @@ class _Chat:
 
 @dataclass(frozen=True)
 class Chats:
-    """Chats with think times.
-
-    Chats begin at random. The number of questions is geometric; lengths and think times are
+    """Chats begin at random. The number of questions is geometric; lengths and think times are
     log-normal. A think time begins when the question before it was due.
 
-    chats_s: new chats a second
     think_s: median time between two questions
     questions: mean number of a chat
     history_tokens, question_tokens, answer_tokens: medians
-    output_tokens: requested from the server; may be fewer than those of the answer in the next
-        prompt
+    output_tokens: requested; may be fewer than in the next prompt
     most_tokens: a chat ends before a longer prompt
-    duration_s: no question is due after it
     """
 
     seed: int = 0
@@ -71,7 +63,6 @@ class Chats:
         yield Phase("chats", (self._session(prompts, chat) for chat in chats), None, total)
 
     def _chats(self) -> list[_Chat]:
-        """Return all chats, by the times of their first questions."""
         arrivals = np.random.default_rng([_TAG, self.seed, 0])
         chats: list[_Chat] = []
         at_s = 0.0

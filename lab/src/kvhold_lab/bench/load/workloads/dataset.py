@@ -53,7 +53,7 @@ class ChatExchange(msgspec.Struct, frozen=True):
 
 
 def read_dataset(path: Path) -> list[Example]:
-    """Read a file of at most 1 GiB. Raises ConfigError with the reason."""
+    """Read at most 1 GiB. Raises ConfigError."""
     entries = _read(path, list[_Entry], '{"question": ..., "ctxs": [...], "answers": [...]}')
     if not entries:
         raise ConfigError(f"{path}: there is no question in it")
@@ -64,7 +64,6 @@ def read_dataset(path: Path) -> list[Example]:
 
 
 def read_conversations(path: Path, *, rounds: int) -> list[list[ChatExchange]]:
-    """Skip shorter conversations. Raises ConfigError for a bad file, or if none is long enough."""
     recorded = _read(
         path,
         list[_Recorded],
@@ -84,7 +83,7 @@ def read_conversations(path: Path, *, rounds: int) -> list[list[ChatExchange]]:
 
 
 def f1(answer: str, answers: Sequence[str]) -> float:
-    """Best F1 of words, 0 to 1, for question answering (SQuAD; Rajpurkar et al., 2016)."""
+    """Best F1 of words, 0 to 1 (SQuAD; Rajpurkar et al., 2016)."""
     return _best(lambda own, right: sum((Counter(own) & Counter(right)).values()), answer, answers)
 
 
@@ -133,7 +132,6 @@ def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
 
 
 def _exchanges(messages: Sequence[_Message]) -> list[ChatExchange]:
-    """Pair each user's message with its answers."""
     exchanges: list[ChatExchange] = []
     for message in messages:
         if message.speaker in _USERS and message.value:

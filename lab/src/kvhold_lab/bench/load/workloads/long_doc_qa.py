@@ -1,5 +1,3 @@
-"""Long documents: the gain of a prefilled document."""
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ Command = Literal["random", "tile", "interleave"]
 class LongDocQA:
     """A cold round with each document, then a warm one with each `repeats` times.
 
-    question_tokens: 0 repeats the prompt without a question
     order: "tile": all documents, then all again; "interleave": a document's repeats together
     """
 

@@ -1,6 +1,4 @@
-"""Several documents in each prompt: the gain of KV that is reused at another place.
-
-The beginning of a prompt is reused by any prefix cache. The rest needs reuse beyond prefixes, which
+"""Several documents in each prompt: the gain of KV that is reused at another place. Blending
 recognises documents by the separator.
 """
 

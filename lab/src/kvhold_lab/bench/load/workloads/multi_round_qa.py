@@ -1,5 +1,3 @@
-"""Conversations: users ask at a rate, with the whole history in the prompt."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,15 +9,13 @@ from kvhold_lab.bench.load.workloads.dataset import ChatExchange
 
 @dataclass(frozen=True)
 class MultiRoundQA:
-    """`users` concurrent users, who together ask `qps` questions a second.
+    """`users` concurrent users, who together ask `qps` questions a second, with the whole history
+    in the prompt.
 
-    A user has the shared system prompt, its own first message and `rounds` questions.
-    ramp_up_s: time in which the first users come; None: users / qps, evenly spread
+    ramp_up_s: until all first users are present; None: users / qps
     staggered: the first users begin at different rounds, with made-up earlier answers
-    duration_s: time of the last question; new users follow. None: each first user finishes, and
-        none follows
+    duration_s: new users follow until then. None: only the first users, to their end
     first_user: runs with different numbers have different histories
-    recorded: conversations to take questions from; empty: made up
     """
 
     users: int = 10
@@ -63,7 +59,6 @@ class MultiRoundQA:
     def _conversation(
         self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float
     ) -> Session:
-        """Yield the requests of one user. Ends after a failed request."""
         turns = [
             Turn("system", prompts.piece("system", 0, self.system_tokens)),
             Turn("user", prompts.piece("history", user, self.history_tokens)),

@@ -1,5 +1,3 @@
-"""Retrieval: questions at a rate, each with a few documents. Some documents are prefilled."""
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +12,9 @@ PRECOMPUTE, QUERY = "precompute", "query"
 
 @dataclass(frozen=True)
 class Rag:
-    """First the documents that fit into the cache, then the questions, open loop.
+    """First the documents that fit into the cache, then questions with a few documents each.
 
-    poisson: random arrivals of mean rate `qps`; else evenly spaced
     storage_tokens: prefill up to so many tokens by the server's count; 0: none
-    examples: a data set; empty: made up
-    score: of an answer against the right ones, 0 to 1
     """
 
     qps: float = 1.0
@@ -51,7 +46,6 @@ class Rag:
         yield Phase(QUERY, questions, None, total)
 
     def _precompute(self, prompts: Prompts) -> Session:
-        """Yield prefills. For made-up documents, the server need not count tokens."""
         system = Turn("system", prompts.piece("system", 0, self.system_tokens))
         used = 0
         for number, document in enumerate(self._documents(prompts)):

@@ -1,6 +1,6 @@
 """A recorded trace with made-up text: the same arrivals, lengths and sharing.
 
-A block's hash id determines its `BLOCK_TOKENS` tokens. Different ids differ within the first five.
+A block's hash id determines its `BLOCK_TOKENS` tokens; different ids differ within the first five.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,7 @@ from kvhold_lab.simulate.requests import BLOCK_TOKENS, TimedRequest, read_reques
 
 @dataclass(frozen=True)
 class Replay:
-    """Open loop: requests are sent at the times of the trace.
-
-    time_scale: 2 is twice as fast; infinity: all at once, bounded by max_in_flight
-    """
+    """time_scale: 2 is twice as fast; infinity: all at once, bounded by max_in_flight"""
 
     trace: Path
     time_scale: float = 1.0
@@ -43,7 +40,6 @@ class Replay:
         lengths = [
             min(BLOCK_TOKENS, num_tokens - start) for start in range(0, num_tokens, BLOCK_TOKENS)
         ]
-        # a cut prompt has fewer lengths than ids
         blocks = zip(request.hash_ids, lengths, strict=False)
         turns = tuple(
             Turn("user", prompts.piece("block", hash_id, length)) for hash_id, length in blocks

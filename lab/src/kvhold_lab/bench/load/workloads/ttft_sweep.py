@@ -1,5 +1,3 @@
-"""TTFT over the length of the prompt, cold and warm."""
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,8 +12,7 @@ LENGTHS = (64, 256, 1_024, 4_096, 16_384, 32_768)
 class TtftSweep:
     """For each length, a new text, then the same text `following` times; all `runs` times.
 
-    lengths: tokens of a context
-    flush_tokens: other text before each warm request, so that the engine's own prefix cache forgets
+    flush_tokens: other text before each warm request, to clear the engine's prefix cache
     """
 
     lengths: tuple[int, ...] = LENGTHS
