@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-from kvhold.cache.computing import Wait
+from kvhold.cache.computing import AnnouncementWait, Wait
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Presence
 from kvhold.cache.planner import Marks
@@ -37,7 +37,8 @@ class Search:
     idle:         it loads nothing: the hit is not longer than `have_tokens`, even with the tiers
     missing:      the first chunk that memory lacked, if it was expected back
     intent:       what the caller does about missing chunks
-    wait:         a wait for chunks that another engine computes; the tiers are probed after it
+    wait:         a wait for chunks that another engine computes, or will compute; the tiers are
+                  probed after it
     futile:       number of waits that brought nothing
     waited_s:     seconds of all waits
     is_announced: the caller has announced to compute what is missing
@@ -68,7 +69,7 @@ class Search:
     idle: bool = False
     missing: ExpectedChunk | None = None
     intent: ComputeIntent | None = None
-    wait: Wait | None = None
+    wait: Wait | AnnouncementWait | None = None
     futile: int = 0
     waited_s: float = 0.0
     is_announced: bool = False
