@@ -3,11 +3,12 @@
 import time
 from threading import Thread
 
+import msgspec
 import pytest
 
 from kvhold.core.api import Hit
-from kvhold.core.errors import DeadlineExceeded
-from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.errors import DeadlineExceeded, KVHoldError
+from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait
 from kvhold.core.reasons import WHOLE
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, check, store
@@ -17,9 +18,17 @@ PROMPT = a_prompt(SPACE, 100)
 INTENT = ComputeIntent(ComputeCost("request", 100, token_s=1.0))
 
 
-def lookup(client: NodeClient, *, wait_s: float = 0) -> Hit:
+HANDOVER = ComputeIntent(
+    ComputeCost("request", 100),
+    waits=False,
+    announces=False,
+    handover=HandoverWait(timeout_s=60.0, grace_s=60.0),
+)
+
+
+def lookup(client: NodeClient, *, intent: ComputeIntent = INTENT, wait_s: float = 0) -> Hit:
     client.register(SPACE)
-    return client.lookup(PROMPT.query(), intent=INTENT, wait_s=wait_s)
+    return client.lookup(PROMPT.query(), intent=intent, wait_s=wait_s)
 
 
 def test_a_client_waits_for_chunks_that_another_one_computes(node: RunningNode) -> None:
@@ -75,3 +84,27 @@ def test_a_late_answer_gives_its_announcement_back(node: RunningNode) -> None:
             one.lookup(PROMPT.query(), intent=INTENT, deadline_s=0.05)
         eventually(lambda: one.status()["announced_chunks"] == 0)
         assert one.status()["counters"]["kvhold_announced_chunks"] == 6
+
+
+def test_a_client_waits_for_another_one_that_is_about_to_begin(node: RunningNode) -> None:
+    with node.client() as one, node.client() as two:
+
+        def compute_soon() -> None:
+            time.sleep(0.05)
+            with lookup(one):
+                store(one, PROMPT)
+
+        computing = Thread(target=compute_soon)
+        computing.start()
+        with lookup(two, intent=HANDOVER, wait_s=60) as hit:
+            assert (hit.num_tokens, hit.reason) == (100, WHOLE)
+        computing.join()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e9, float("inf")])
+def test_a_node_refuses_waits_without_a_bound(node: RunningNode, seconds: float) -> None:
+    with node.client() as one:
+        handover = HandoverWait(timeout_s=seconds)
+        intent = msgspec.structs.replace(HANDOVER, handover=handover)
+        with pytest.raises(KVHoldError):
+            lookup(one, intent=intent)

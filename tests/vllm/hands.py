@@ -21,6 +21,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvhold.core.api import ABSENT
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
+from kvhold.core.holdings import Reservation
 from kvhold.core.layout import Layout
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.steps import Load, Steps, Store
@@ -55,6 +56,8 @@ class Hands:
         self._slots = slots
         self.client = NodeClient(socket, client, name="test-worker")
         self.hold = False  # keep loads until it is False again
+        self.holds_stores = False  # copy, and leave the commit to `finish_stores`
+        self.storing: list[Reservation] = []
         self.fail = False  # report loads as failed, without making them
         self.waiting: list[Load] = []
         self.gone: list[Load] = []  # loads whose hit was not there any more
@@ -79,6 +82,14 @@ class Hands:
             finished_sending=stored, finished_recving=loaded, invalid_block_ids=failed
         )
 
+    def finish_stores(self, *, commit: bool = True) -> None:
+        """Commit what was copied, or abandon it."""
+        storing, self.storing = self.storing, []
+        for reservation in storing:
+            with reservation:
+                if commit:
+                    reservation.commit()
+
     def enter(self, layer: str) -> None:
         pass
 
@@ -86,6 +97,7 @@ class Hands:
         pass
 
     def close(self) -> None:
+        self.finish_stores(commit=False)
         self.client.close()
 
     def _store(self, store: Store) -> None:
@@ -96,16 +108,18 @@ class Hands:
         ]
         assert len(blocks) == len(store.names)
         try:
-            with self.client.reserve(self._layout, store.names) as reservation:
-                for chunk in reservation.granted:
-                    memory = self._rows(
-                        reservation.buffer,
-                        int(reservation.chunks().offsets[chunk]),
-                        len(blocks[chunk]),
-                    )
-                    memory[:] = self._slots[blocks[chunk]]
-                self.granted_chunks += len(reservation.granted)
-                reservation.commit()
+            reservation = self.client.reserve(self._layout, store.names)
+            for chunk in reservation.granted:
+                memory = self._rows(
+                    reservation.buffer,
+                    int(reservation.chunks().offsets[chunk]),
+                    len(blocks[chunk]),
+                )
+                memory[:] = self._slots[blocks[chunk]]
+            self.granted_chunks += len(reservation.granted)
+            self.storing.append(reservation)
+            if not self.holds_stores:
+                self.finish_stores()
         except KVHoldError:
             return
 

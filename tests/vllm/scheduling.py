@@ -263,6 +263,8 @@ class Engine:
         # requests that may read anything, if nobody hears what they answer then
         self.excused: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
+        # kv_transfer_params of the answers
+        self.handed: dict[str, dict[str, Any]] = {}
         self.tokens_computed: dict[str, int] = {}
         self._passes: deque[SchedulerOutput] = deque()
         self._running: dict[str, Text] = {}
@@ -316,6 +318,8 @@ class Engine:
         for answers in self.scheduler.update_from_output(output, result).values():
             for answer in answers.outputs:
                 self.outputs.setdefault(answer.request_id, []).extend(answer.new_token_ids)
+                if answer.kv_transfer_params is not None:
+                    self.handed[answer.request_id] = answer.kv_transfer_params
 
     def step(self) -> SchedulerOutput:
         """Schedule, and execute as far as the engine would: the queue is as deep as the

@@ -1,5 +1,6 @@
 """Prefill and decode engines behind the proxy answer as one engine alone: two of each, on one node,
-with random requests, 8 at a time, some of whose clients leave.
+with random requests, 8 at a time, some of whose clients leave. With each protocol the requests have
+another salt, so nothing is found that was handed over before.
 """
 
 import http.client
@@ -32,7 +33,6 @@ REQUESTS = 40
 MOST_TOKENS = 1_500
 MAX_TOKENS = 8
 PATIENT_S = 600.0
-KINDS = ("shared", "nixl", "killed")
 CONNECTOR = {
     "kv_connector": "KVHoldConnector",
     "kv_role": "kv_both",
@@ -46,25 +46,30 @@ class Engines:
     socket: Path
     prefill: list[OpenAIServer]
     decode: list[OpenAIServer]
-    expected: dict[str, list[list[int]]]
+    expected: list[list[int]]
 
 
-def make_requests(kind: str) -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies: token ids and chats; streamed (but "killed") or whole; short and long."""
-    model, chance = make_model("tiny"), random.Random(kind)
+def make_requests(
+    salt: str, params: dict[str, Any] | None = None, *, streams: bool = True
+) -> list[tuple[str, dict[str, Any]]]:
+    """Paths and bodies: token ids and chats; half of them streamed, or none; short and long."""
+    model, chance = make_model("tiny"), random.Random(0)
     made = []
     for number in range(REQUESTS):
         length = 1 if number == 0 else chance.randint(1, MOST_TOKENS)
-        prompt = make_prompt(model.path, length, seed=1_000 * len(kind) + number)
+        prompt = make_prompt(model.path, length, seed=1_000 + number)
         body: dict[str, Any] = {
             "model": "demo",
             "max_tokens": MAX_TOKENS,
             "temperature": 0.0,
             "ignore_eos": True,
             "return_token_ids": True,
-            "stream": number % 2 == 0 and kind != "killed",
+            "stream": number % 2 == 0 and streams,
             "prompt": prompt,
+            "cache_salt": salt,
         }
+        if params is not None:
+            body["kv_transfer_params"] = params
         path = "/v1/completions"
         if number % 4 == 3:
             path = "/v1/chat/completions"
@@ -106,9 +111,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     size["kv_cache_bytes"] = 4 * 2_048 * model.kv_bytes_per_token
     with OpenAIServer(options_for(model, **size)) as alone:
         [url] = urls([alone])
-        expected = {
-            kind: [send(url, path, body) for path, body in make_requests(kind)] for kind in KINDS
-        }
+        expected = [send(url, path, body) for path, body in make_requests("alone")]
     options = options_for(model, kv_transfer_config=CONNECTOR, **size)
     environment = {"XDG_RUNTIME_DIR": str(folder), "KVHOLD_RAM_BYTES": "512MiB"}
     socket = folder / "kvhold" / "node.sock"
@@ -131,7 +134,9 @@ def urls(servers: list[OpenAIServer]) -> list[str]:
 
 
 def answer_all(
-    proxy: ProxyProcess, kind: str, kills: dict[int, OpenAIServer] | None = None
+    proxy: ProxyProcess,
+    requests: list[tuple[str, dict[str, Any]]],
+    kills: dict[int, OpenAIServer] | None = None,
 ) -> list[list[int]]:
     """Send all requests, 8 at a time. After every fifth one, another client leaves at once.
 
@@ -139,7 +144,7 @@ def answer_all(
     """
     with ThreadPoolExecutor(AT_ONCE) as senders:
         answers: list[Future[list[int]]] = []
-        for number, (path, body) in enumerate(make_requests(kind)):
+        for number, (path, body) in enumerate(requests):
             if number in (kills or {}):
                 assert kills is not None
                 answers[number - AT_ONCE].result()
@@ -164,23 +169,32 @@ def assert_nothing_is_held(engines: Engines) -> None:
         eventually(lambda: client.status()["held"] == NOTHING, within_s=PATIENT_S)
 
 
-@pytest.mark.parametrize("protocol", ["shared", "nixl"])
+def with_peers(urls: list[str]) -> list[str]:
+    """The protocol p2p wants an address; kvhold's engines do not use it."""
+    return [f"{url}?p2p=127.0.0.1:9" for url in urls]
+
+
+@pytest.mark.parametrize("protocol", ["shared", "nixl", "p2p"])
 def test_two_prefill_and_two_decode_engines_answer_as_one_alone(
     engines: Engines, protocol: str
 ) -> None:
     settings = {"KVHOLD_PROXY_PROTOCOL": protocol, "KVHOLD_PROXY_MIN_PREFILL_TOKENS": "128"}
     hits = [server.metric("vllm:external_prefix_cache_hits_total") for server in engines.decode]
-    with ProxyProcess(urls(engines.prefill), urls(engines.decode), **settings) as proxy:
-        assert answer_all(proxy, protocol) == engines.expected[protocol]
+    # only what the protocol itself awaits
+    params = None if protocol == "shared" else {"kvhold": {"wait_for_computing": False}}
+    prefill = urls(engines.prefill)
+    if protocol == "p2p":
+        prefill = with_peers(prefill)
+    with ProxyProcess(prefill, urls(engines.decode), **settings) as proxy:
+        assert answer_all(proxy, make_requests(protocol, params)) == engines.expected
         counted = held_after(proxy)
     assert counted['kvhold_proxy_prefills_total{result="short"}'] >= 1
-    if protocol == "shared":
-        assert counted['kvhold_proxy_prefills_total{result="done"}'] >= REQUESTS // 2
-        assert 'kvhold_proxy_prefills_total{result="failed"}' not in counted
-        for server, before in zip(engines.decode, hits, strict=True):
-            loaded = server.metric("vllm:external_prefix_cache_hits_total") - before
-            print(f"{loaded:.0f} tokens were handed over")
-            assert loaded > 0
+    assert counted['kvhold_proxy_prefills_total{result="done"}'] >= REQUESTS // 2
+    assert 'kvhold_proxy_prefills_total{result="failed"}' not in counted
+    for server, before in zip(engines.decode, hits, strict=True):
+        loaded = server.metric("vllm:external_prefix_cache_hits_total") - before
+        print(f"{loaded:.0f} tokens were handed over")
+        assert loaded > 0
     assert_nothing_is_held(engines)
 
 
@@ -207,15 +221,19 @@ def test_messages_and_models_pass(engines: Engines) -> None:
 
 
 def test_no_request_fails_and_no_token_changes_when_engines_are_killed(engines: Engines) -> None:
-    """Both prefill engines, then a decode engine. No other test comes after this one."""
+    """Both prefill engines, then a decode engine, while the two parts of requests run at once. No
+    other test comes after this one.
+    """
     kills = {
         10: engines.prefill[0],
         20: engines.prefill[1],
         30: engines.decode[0],
     }
-    settings = {"KVHOLD_PROXY_MIN_PREFILL_TOKENS": "128"}
-    with ProxyProcess(urls(engines.prefill), urls(engines.decode), **settings) as proxy:
-        assert answer_all(proxy, "killed", kills) == engines.expected["killed"]
+    settings = {"KVHOLD_PROXY_PROTOCOL": "p2p", "KVHOLD_PROXY_MIN_PREFILL_TOKENS": "128"}
+    prefill = with_peers(urls(engines.prefill))
+    with ProxyProcess(prefill, urls(engines.decode), **settings) as proxy:
+        requests = make_requests("killed", streams=False)
+        assert answer_all(proxy, requests, kills) == engines.expected
         counted = held_after(proxy)
     for role, number in (("prefill", 0), ("prefill", 1), ("decode", 0)):
         engine = urls(getattr(engines, role))[number].removeprefix("http://")

@@ -1,8 +1,17 @@
 """The chunks that engines compute now, and the lookups that wait.
 
-An announcement names the whole chunks after a hit. It ends when they are stored or withdrawn, when
-its owner leaves, or when it is late and another engine announces the same chunks. A chunk is stored
-when memory has all its shards and full-attention groups. No I/O.
+    is_announced = computing.announce(owner, number, query, layout, hit_tokens, intent)
+    wait = computing.begin_wait(owner, query, layout, hit_tokens, intent)
+    computing.end_of(wait)       # None while it lasts
+    computing.withdraw(owner, number)
+
+An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
+withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
+counts as stored when memory has it for every shard and every group with full attention; the other
+groups' chunks are stored with it.
+
+A lookup waits while this is faster than computing. In a handover (`HandoverWait`) it waits until a
+deadline, and may first wait for the announcement. No I/O.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -13,7 +22,7 @@ from itertools import islice
 from kvhold.core.keys import HASH_BYTES, NAME_BYTES, Query, place_suffix, split_hashes
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import ComputeCost, ComputeIntent, prefill_s
+from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait, prefill_s
 from kvhold.tiers.ram import RamTier
 
 _MOST_KEYS = 1024  # per announcement, made in one turn
@@ -25,8 +34,14 @@ _LATE = 1.5
 
 
 class WaitEnd(StrEnum):
-    """ENDED: the chunks are not announced any more. LATE: they did not come when promised. SLOWER:
-    computing the rest here is faster. CUT_SHORT: the caller stopped waiting
+    """Why a wait ended.
+
+    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: they did not
+    come when promised. SLOWER: computing the rest here is faster. CUT_SHORT: the caller waits no
+    more.
+
+    Of a handover, DEADLINE: it took too long. ANNOUNCED: the awaited announcement is there, or its
+    first chunk. NOT_ANNOUNCED: neither came
     """
 
     STORED = "stored"
@@ -34,6 +49,13 @@ class WaitEnd(StrEnum):
     LATE = "late"
     SLOWER = "slower"
     CUT_SHORT = "cut short"
+    DEADLINE = "deadline"
+    ANNOUNCED = "announced"
+    NOT_ANNOUNCED = "not announced"
+
+    @property
+    def is_futile(self) -> bool:
+        return self not in (WaitEnd.STORED, WaitEnd.ANNOUNCED)
 
 
 @dataclass(eq=False)
@@ -76,8 +98,12 @@ class _Chunk:
 
 @dataclass(eq=False)
 class Wait:
-    """names:      awaited chunks that are not stored
-    hit_end:    the end of the hit with these chunks, and perhaps a tail
+    """A lookup's wait.
+
+    names:      the awaited chunks that are not stored
+    end_tokens: the end of the last awaited chunk
+    hit_end:    the end of the hit with all these chunks, and perhaps a tail
+    longest_s:  of a handover; None: it lasts while it is faster than computing
     is_broken:  an awaited chunk is not announced any more
     """
 
@@ -88,7 +114,17 @@ class Wait:
     end_tokens: int
     hit_end: int
     began_s: float
+    longest_s: float | None = None
     is_broken: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class AnnouncementWait:
+    """A lookup's wait for the announcement of a chunk. keys: of the chunk"""
+
+    keys: tuple[bytes, ...]
+    began_s: float
+    longest_s: float
 
 
 class Computing:
@@ -103,6 +139,7 @@ class Computing:
         self._clock = clock
         self._by_name: dict[bytes, Announcement] = {}
         self._by_owner: dict[Hashable, dict[int, Announcement]] = {}
+        self._num_expecting = 0  # waits for an announcement
         self._has_news = False
 
     @property
@@ -160,6 +197,7 @@ class Computing:
         if not announcement.chunks:
             return False
         self._by_owner.setdefault(owner, {})[number] = announcement
+        self._has_news = self._has_news or self._num_expecting > 0
         self._metrics.add("kvhold_announced_chunks", len(announcement.chunks))
         return True
 
@@ -213,8 +251,71 @@ class Computing:
         layout: Layout,
         hit_tokens: int,
         intent: ComputeIntent | None,
+        *,
+        waited_s: float = 0.0,
+    ) -> Wait | AnnouncementWait | None:
+        """Begin to wait for the chunks after a hit; None: computing them is faster.
+
+        waited_s: by earlier waits of the same lookup
+        """
+        if intent is None:
+            return None
+        handover = intent.handover
+        if handover is not None and waited_s < handover.timeout_s:
+            return self._begin_handover(
+                owner, query, layout, hit_tokens, intent.cost, handover, waited_s
+            )
+        if not intent.waits:
+            return None
+        wait = self._next_wait(owner, query, layout, hit_tokens, intent.cost)
+        if wait is None or not wait.cost.is_known:
+            return None
+        if self._is_late(wait.announcement, wait.cost):
+            return None
+        alone_s = self._alone_s(wait, hit_tokens)
+        if alone_s < _LEAST_S or self._waiting_s(wait) > _AS_FAST * alone_s:
+            return None
+        wait.announcement.waits.add(wait)
+        return wait
+
+    def _begin_handover(
+        self,
+        owner: Hashable,
+        query: Query,
+        layout: Layout,
+        hit_tokens: int,
+        cost: ComputeCost,
+        handover: HandoverWait,
+        waited_s: float,
+    ) -> Wait | AnnouncementWait | None:
+        """Wait for the announced chunks; before the first wait, also for an announcement."""
+        wait = self._next_wait(owner, query, layout, hit_tokens, cost)
+        if wait is not None:
+            wait.longest_s = handover.timeout_s - waited_s
+            wait.announcement.waits.add(wait)
+            return wait
+        grace_s = min(handover.grace_s, handover.timeout_s)
+        if waited_s or not grace_s:
+            return None
+        following = next(_names(query, hit_tokens // layout.tokens_per_chunk), None)
+        if following is None or following[1] in self._by_name:
+            return None  # nothing is missing, or this engine computes it
+        keys = tuple(following[1] + suffix for suffix in _suffixes(query, layout))
+        if not keys:
+            return None
+        self._num_expecting += 1
+        return AnnouncementWait(keys, self._clock(), grace_s)
+
+    def _next_wait(
+        self,
+        owner: Hashable,
+        query: Query,
+        layout: Layout,
+        hit_tokens: int,
+        cost: ComputeCost,
     ) -> Wait | None:
-        if intent is None or not intent.waits or not self._by_name:
+        """Return a wait, not begun, for the chunks after a hit that another engine computes."""
+        if not self._by_name:
             return None
         size, names = layout.tokens_per_chunk, set[bytes]()
         announcement, end = None, hit_tokens
@@ -226,33 +327,37 @@ class Computing:
             names.add(name)
         if announcement is None or announcement.owner == owner:
             return None
-        cost = _known(intent.cost, announcement.cost)
-        if not cost.is_known or self._is_late(announcement, cost):
-            return None
         tail_tokens = 0
         if end == len(query.hashes) // HASH_BYTES * size:
             tails = [length for length, name in _tails(query) if name in announcement.tails]
             tail_tokens = max(tails, default=0)
-        wait = Wait(announcement, names, cost, hit_tokens, end, end + tail_tokens, self._clock())
-        alone_s = self._alone_s(wait, hit_tokens)
-        if alone_s < _LEAST_S or self._waiting_s(wait) > _AS_FAST * alone_s:
-            return None
-        announcement.waits.add(wait)
-        return wait
+        return Wait(
+            announcement,
+            names,
+            _known(cost, announcement.cost),
+            hit_tokens,
+            end,
+            end + tail_tokens,
+            self._clock(),
+        )
 
     def expected_s(self, wait: Wait) -> float:
         return max(0.0, self._due_s(wait.announcement, wait.cost, wait.end_tokens) - self._clock())
 
-    def end_of(self, wait: Wait) -> WaitEnd | None:
-        """Return why a wait is over, or None. Cheap."""
+    def end_of(self, wait: Wait | AnnouncementWait) -> WaitEnd | None:
+        """Return why a wait is over; None: it is not. Cheap."""
+        waited_s = self._clock() - wait.began_s
+        if isinstance(wait, AnnouncementWait):
+            return self._end_of_grace(wait, waited_s)
         if wait.is_broken:
             return WaitEnd.ENDED
         if not wait.names:
             return WaitEnd.STORED
+        if wait.longest_s is not None:
+            return None if waited_s < wait.longest_s else WaitEnd.DEADLINE
         announcement = wait.announcement
         if self._is_late(announcement, wait.cost):
             return WaitEnd.LATE
-        waited_s = self._clock() - wait.began_s
         here = max(wait.hit_tokens, min(announcement.done_tokens, wait.end_tokens))
         if self._waiting_s(wait) > _LATE * self._alone_s(
             wait, here
@@ -260,8 +365,18 @@ class Computing:
             return WaitEnd.SLOWER
         return None
 
-    def leave(self, wait: Wait, end: WaitEnd) -> None:
-        wait.announcement.waits.discard(wait)
+    def _end_of_grace(self, wait: AnnouncementWait, waited_s: float) -> WaitEnd | None:
+        is_announced = wait.keys[0][:NAME_BYTES] in self._by_name
+        if is_announced or all(self._ram.find(key) is not None for key in wait.keys):
+            return WaitEnd.ANNOUNCED
+        return None if waited_s < wait.longest_s else WaitEnd.NOT_ANNOUNCED
+
+    def leave(self, wait: Wait | AnnouncementWait, end: WaitEnd) -> None:
+        """End a wait."""
+        if isinstance(wait, AnnouncementWait):
+            self._num_expecting -= 1
+        else:
+            wait.announcement.waits.discard(wait)
         self._metrics.add("kvhold_waited_for_computing", result=end)
         self._metrics.add("kvhold_waited_for_computing_seconds", self._clock() - wait.began_s)
 

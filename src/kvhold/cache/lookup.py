@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
-from kvhold.cache.computing import Computing, Wait, WaitEnd
+from kvhold.cache.computing import AnnouncementWait, Computing, Wait, WaitEnd
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.pins import Pins
@@ -57,7 +57,7 @@ class _Asked:
     uses: Uses
     intent: ComputeIntent | None
 
-    def search(self, wait: Wait | None = None) -> Search:
+    def search(self, wait: Wait | AnnouncementWait | None = None) -> Search:
         return Search(
             self.owner,
             self.query,
@@ -269,7 +269,10 @@ class Lookups:
             )
         return found
 
-    def _search(self, looked: _Looked, wait: Wait | None = None) -> Turns[Found | None]:
+    def _search(
+        self, looked: _Looked, wait: Wait | AnnouncementWait | None = None
+    ) -> Turns[Found | None]:
+        """Begin a search, which begins with the wait if there is one."""
         number, asked = looked.number, looked.asked
         self._leases.promise(asked.owner, number)
         yield from self._searches.begin_turns(number, asked.search(wait), looked.prefix)
@@ -432,13 +435,18 @@ class Lookups:
         if search.wait is not None or search.futile >= _MOST_FUTILE:
             return search.wait is not None
         search.wait = self._computing.begin_wait(
-            search.owner, search.query, search.layout, extent.num_tokens, search.intent
+            search.owner,
+            search.query,
+            search.layout,
+            extent.num_tokens,
+            search.intent,
+            waited_s=search.waited_s,
         )
         self._note_wait(ticket, search)
         return search.wait is not None
 
     def _note_wait(self, ticket: int, search: Search) -> None:
-        if (wait := search.wait) is not None:
+        if isinstance(wait := search.wait, Wait):
             self._planner.decided_to_wait(
                 ticket,
                 wait.cost,
@@ -454,7 +462,7 @@ class Lookups:
         assert search.wait is not None
         self._computing.leave(search.wait, end)
         search.wait = None
-        search.futile += end != WaitEnd.STORED
+        search.futile += end.is_futile
         now_s = self._planner.clock()
         search.waited_s, search.began_s = search.waited_s + now_s - search.began_s, now_s
 

@@ -21,6 +21,8 @@ from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.setting import apply, setting, size, unknown_setting
 from kvhold.core.store_options import MAX_BITS
 
+MOST_HANDOVER_S = 600.0
+
 _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")
 _INSTALLER = "KVHOLD_SETUP_"
@@ -96,6 +98,20 @@ class ClientConfig:
     )
     arrival_timeout_s: float = setting(
         10.0, "how long a request waits for chunks from lower tiers", minimum=0
+    )
+    handover_timeout_s: float = setting(
+        30.0,
+        "how long a request of a decode engine waits for KV that its prefill engine still computes "
+        "or stores; after it the decode engine computes (vLLM)",
+        minimum=0,
+        maximum=MOST_HANDOVER_S,
+    )
+    handover_grace_s: float = setting(
+        1.0,
+        "how long it waits for the prefill engine to begin, if both get the request at the same "
+        "time, as with the proxy's protocol p2p (vLLM)",
+        minimum=0,
+        maximum=MOST_HANDOVER_S,
     )
     reconnect_interval_s: float = setting(
         1.0, "seconds between attempts to rejoin a lost node, in the background", minimum=0.01

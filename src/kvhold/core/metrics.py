@@ -78,7 +78,7 @@ TABLE = {
             "waits",
             ("result",),
             "Ended waits of lookups for chunks that another engine computed, by result: stored, "
-            "ended, late, slower, cut short.",
+            "ended, late, slower, cut short; of handovers also announced, not announced, deadline.",
         ),
         Metric(
             "kvhold_waited_for_computing_seconds",

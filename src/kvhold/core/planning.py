@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-_ALIKE = 1.01
+from kvhold.core.config import MOST_HANDOVER_S
+
+_ALIKE = 1.01  # within 1 %, the longer load wins: it leaves the engine free for other requests
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -19,6 +21,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 MOST_NAME = 200
+
+_Wait = Annotated[float, msgspec.Meta(ge=0, le=MOST_HANDOVER_S)]
 
 
 class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
@@ -44,14 +48,29 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
         return self.step_s + self.token_s + self.pair_s > 0
 
 
+class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
+    """How long a lookup waits for chunks that another engine computes for its caller.
+
+    timeout_s: the longest wait, however long computing the chunks here would take
+    grace_s:   of it, the longest wait until the other engine announces them
+    """
+
+    timeout_s: _Wait
+    grace_s: _Wait = 0.0
+
+
 class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
-    """waits: it may wait for chunks that another engine computes now
-    announces: it will compute and store them now, so others may wait
+    """What the caller of a lookup does about missing chunks.
+
+    waits:     it may wait for chunks that another engine computes now, if this is faster
+    announces: it will compute and store them now, so others may wait for them
+    handover:  another engine computes them for it
     """
 
     cost: ComputeCost
     waits: bool = True
     announces: bool = True
+    handover: HandoverWait | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,15 +22,29 @@ from kvhold_lab.options import (
 @model_size_option()
 @tokens_option()
 @default_option("--repeats", 3, "Number of prompts; the times are medians.", click.IntRange(1, 20))
+@click.option(
+    "--pd",
+    "is_pair",
+    is_flag=True,
+    help="Show prefill and decode on two engines behind `kvhold proxy` instead.",
+)
 @json_option("the figures")
 @plot_option("the table as a picture, such as demo.png", "--picture")
 def command(
-    model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None
+    model_size: str,
+    tokens: int,
+    repeats: int,
+    is_pair: bool,
+    json_file: Path | None,
+    picture: Path | None,
 ) -> None:
     """Show a real engine's time to first token: cold, on a hit, and on a hit in a new process.
 
     Exits with 1 if a hit changed an output, or nothing was reused.
     """
+    if is_pair:
+        _show_pair(model_size, tokens, repeats, json_file, picture)
+        return
     if not is_vllm_available():
         click.echo("vLLM is not installed here; the demo runs on transformers instead.")
     click.echo(
@@ -43,10 +58,32 @@ def command(
     if picture is not None:
         draw(result, picture)
         click.echo(f"picture: {picture}")
-    if not result.identical or not result.tokens_reused:
-        click.echo(
-            "kvhold demo: FAILED: "
-            + ("the outputs differ" if not result.identical else "nothing was reused"),
-            err=True,
-        )
+    _check(result.tokens_reused, "nothing was reused", identical=result.identical)
+
+
+def _show_pair(
+    model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None
+) -> None:
+    from kvhold_lab.demo.pair import run_pair
+    from kvhold_lab.demo.pair_report import draw_pair, render_pair
+
+    if not is_vllm_available():
+        raise click.ClickException("kvhold demo --pd needs vLLM, which is not installed here")
+    model = make_model(model_size)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    result = run_pair(model, num_tokens=tokens, repeats=repeats, threads=threads, say=click.echo)
+    click.echo(f"\n{render_pair(result)}\n")
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    if picture is not None:
+        draw_pair(result, picture)
+        click.echo(f"picture: {picture}")
+    _check(result.handed_tokens, "nothing was handed over", identical=result.identical)
+
+
+def _check(tokens: int, fault: str, *, identical: bool) -> None:
+    """fault: what zero tokens mean"""
+    if not identical or not tokens:
+        fault = fault if identical else "the outputs differ"
+        click.echo(f"kvhold demo: FAILED: {fault}", err=True)
         sys.exit(1)

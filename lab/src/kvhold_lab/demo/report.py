@@ -1,11 +1,15 @@
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvhold.core.sizes import format_size
 from kvhold_lab.demo.run import DemoResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BAR_COLUMNS = 40
 _ENGINE_NAMES = {"vllm": "vLLM", "transformers": "transformers"}
@@ -44,14 +48,9 @@ def render(result: DemoResult) -> str:
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise click.ClickException(
-            "a picture needs matplotlib: pip install 'kvhold[lab]'"
-        ) from None
+    """PNG, SVG or PDF. Raises ClickException without matplotlib."""
     rows = [row for row in reversed(_rows(result)) if row.ttft_s is not None]
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = make_figure(9, 3.2)
     axes = figure.subplots()
     times = [row.ttft_s or 0.0 for row in rows]
     bars = axes.barh(
@@ -68,6 +67,17 @@ def draw(result: DemoResult, path: Path) -> None:
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def make_figure(width: float, height: float) -> "Figure":
+    """Return a figure, its size in inches. Raises ClickException without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.ClickException(
+            "a picture needs matplotlib: pip install 'kvhold[lab]'"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _rows(result: DemoResult) -> list[_Row]:

@@ -68,6 +68,7 @@ class MiniEngine:
         """
         self.options = replace(MiniEngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}
+        self.handed: dict[str, dict[str, Any]] = {}
         self.first_token_s: dict[str, float] = {}
         self.kv_digests: dict[str, str] = {}
         self.counts = Counts()
@@ -101,9 +102,22 @@ class MiniEngine:
             self._closing = stack.pop_all()
 
     def add(
-        self, request_id: str, token_ids: Sequence[int], max_tokens: int, **request: Any
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        **request: Any,
     ) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        """request: arguments of vLLM's `Request`, such as `cache_salt`.
+
+        kv_transfer_params: those of the answer come into `handed`
+        """
+        extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra
+        )
         self._arrived_s[request_id] = time.perf_counter()
         self.outputs[request_id] = []
         self.scheduler.add_request(
@@ -224,6 +238,8 @@ class MiniEngine:
         if answer.new_token_ids and not self.outputs[request_id]:
             self.first_token_s[request_id] = now_s - self._arrived_s[request_id]
         self.outputs[request_id] += answer.new_token_ids
+        if answer.kv_transfer_params is not None:
+            self.handed[request_id] = answer.kv_transfer_params
         if answer.prefill_stats is not None:
             self.counts.loaded_tokens += answer.prefill_stats.num_external_cached_tokens
             self.counts.cached_tokens += answer.prefill_stats.num_local_cached_tokens

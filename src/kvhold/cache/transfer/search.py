@@ -1,7 +1,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-from kvhold.cache.computing import Wait
+from kvhold.cache.computing import AnnouncementWait, Wait
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Presence
 from kvhold.cache.planner import Marks
@@ -29,6 +29,7 @@ class Search:
     hurried:    it ends early, because computing is faster
     idle:       even with the tiers, the hit is not longer than `have_tokens`
     missing:    the first chunk missing in memory, if it is expected back
+    wait:       for chunks that another engine computes, or will; the tiers are probed after it
     futile:     number of waits that brought nothing
     """
 
@@ -57,7 +58,7 @@ class Search:
     idle: bool = False
     missing: ExpectedChunk | None = None
     intent: ComputeIntent | None = None
-    wait: Wait | None = None
+    wait: Wait | AnnouncementWait | None = None
     futile: int = 0
     waited_s: float = 0.0
     is_announced: bool = False

@@ -30,6 +30,7 @@ from kvhold.integrations.vllm.geometry import (
     preferred_layout,
     unproven_platform,
 )
+from kvhold.integrations.vllm.handovers import engine_fields
 from kvhold.integrations.vllm.hosts import NodePlace, place_of
 from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.media import Media
@@ -144,16 +145,18 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self.scheduler.loaded(connector_output.finished_recving or ())
+        self.scheduler.stored(connector_output.finished_sending or ())
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request, (block_ids,)), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request, block_ids), None
+        keeps_blocks, handed = self.scheduler.finished(request, block_ids)
+        return keeps_blocks, handed and handed | engine_fields(self._vllm_config)
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         self.scheduler.step_over()

@@ -1,9 +1,12 @@
 """Look up prompts in the cache, in the scheduler's process.
 
 The lookup thread hashes a prompt on arrival. It looks the prompt up only when the scheduler asks,
-so a queued request pins nothing. A scheduling pass waits `_PATIENCE_S` for all its lookups
-together. A late or failed lookup is a miss. If the node is lost, a lookup waits for the next node,
-at most as long as computing takes.
+so a queued request pins nothing.
+
+A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
+miss. If the node is lost, a lookup waits for the next node, at most as long as computing takes.
+Chunks from lower tiers may take `client.arrival_timeout_s`, those of a prefill engine
+`client.handover_timeout_s`. The node decides how long to wait for chunks of other engines.
 """
 
 import logging
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING
 from kvhold.core.api import Hit, Uses
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError, NodeLost
+from kvhold.core.holdings import Holding
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.planning import MOST_NAME, ComputeIntent
 from kvhold.core.reasons import SLOWER, WHOLE
@@ -24,6 +28,7 @@ from kvhold.core.rules import RequestRules
 from kvhold.integrations.vllm.costs import Costs, Took
 from kvhold.integrations.vllm.events import Announcer
 from kvhold.integrations.vllm.geometry import Geometry
+from kvhold.integrations.vllm.handovers import Handovers
 from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.namespace import prompt_of
 from kvhold.integrations.vllm.naming.adapters import Adapters
@@ -73,6 +78,8 @@ class RequestLookups:
         self._may_load = loads
         self._adapters = adapters  # on the lookup thread
         self._media = media  # on the lookup thread
+        self.handovers = Handovers(config.client)
+        self._late_announcements: dict[str, Holding] = {}  # by request
         self._announcer = announcer
         self._tally = tally
         self._not_named: set[str] = set()
@@ -143,6 +150,8 @@ class RequestLookups:
         would_load = self.would_load(request_state, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
         shares = is_alone and request_state.rules.wait_for_computing and (stores or would_load)
+        produces = is_alone and request_state.part.produces and stores
+        awaits = is_alone and request_state.part.awaits and would_load
         if (plans or shares) and not would_load:
             self.costs.follow(request.request_id, request.num_tokens)
         request_state.patience_s = self._config.client.arrival_timeout_s
@@ -156,7 +165,8 @@ class RequestLookups:
             uses,
             plans=plans,
             waits=shares and would_load,
-            announces=shares and stores,
+            announces=(shares and stores) or produces,
+            awaits=awaits and not request.num_preemptions,
         )
         request_state.lookup = self._thread.submit(request_state.ask)
 
@@ -216,17 +226,27 @@ class RequestLookups:
         plans: bool,
         waits: bool,
         announces: bool,
+        awaits: bool,
     ) -> Hit | None:
+        """asking: the request's id, its tokens and its computed tokens
+        awaits: a prefill engine's KV
+        """
         prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()
         request_state.is_lost = False
         try:
             patience_s = request_state.patience_s = self._patience(
                 request_state.request.num_tokens, asking[2]
             )
-            cost = self.costs.cost(*asking) if plans or waits or announces else None
+            handover = (
+                self.handovers.wait_for(request_state.part, prompt)
+                if awaits and prompt is not None
+                else None
+            )
+            has_intent = waits or announces or handover is not None
+            cost = self.costs.cost(*asking) if plans or has_intent else None
             intent = (
-                ComputeIntent(cost, waits=waits, announces=announces)
-                if cost is not None and (waits or announces)
+                ComputeIntent(cost, waits=waits, announces=announces, handover=handover)
+                if cost is not None and has_intent
                 else None
             )
             if prompt is not None and self.span is not None:
@@ -408,11 +428,24 @@ class RequestLookups:
         if hit is not None and hit.ticket:
             self._thread.submit(hit.close)
 
-    def withdraw(self, request_state: RequestState) -> None:
-        """End the announcement, except for chunks that are being stored."""
-        if request_state.announcement is not None:
-            self._thread.submit(request_state.announcement.close)
-            request_state.announcement = None
+    def withdraw(self, request_state: RequestState, *, is_stored_late: bool = False) -> None:
+        """End the announcement, but for chunks that are being stored.
+
+        is_stored_late: the next step stores them. An engine that awaits them does so until then
+        """
+        announcement, request_state.announcement = request_state.announcement, None
+        if announcement is None:
+            return
+        if is_stored_late and request_state.part.produces:
+            self.withdraw_late(request_state.request.request_id)  # an earlier one of the same id
+            self._late_announcements[request_state.request.request_id] = announcement
+        else:
+            self._thread.submit(announcement.close)
+
+    def withdraw_late(self, request_id: str) -> None:
+        """End the announcement of a prompt that was stored late, if there is one."""
+        if (announcement := self._late_announcements.pop(request_id, None)) is not None:
+            self._thread.submit(announcement.close)
 
 
 def has_content(request: "Request") -> bool:

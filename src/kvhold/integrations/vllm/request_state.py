@@ -7,6 +7,7 @@ from kvhold.core.api import Hit
 from kvhold.core.holdings import Holding
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import RequestRules
+from kvhold.integrations.vllm.handovers import WHOLE_REQUEST, HandoverPart
 from kvhold.integrations.vllm.stats import NO_ANSWER
 from kvhold.integrations.vllm.tracker import RequestTracker
 
@@ -31,6 +32,7 @@ class RequestState:
 
     request: "Request"
     rules: RequestRules
+    part: HandoverPart = WHOLE_REQUEST
     naming: "Future[Prompt | None] | None" = None
     tracker: RequestTracker | None = None
     lookup: "Future[Hit | None] | None" = None

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.request import RequestStatus
@@ -18,6 +18,7 @@ from kvhold.integrations.vllm.costs import Costs
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
+from kvhold.integrations.vllm.handovers import answer
 from kvhold.integrations.vllm.hosts import NodePlace, hosts_of, named_by_hosts, place_of
 from kvhold.integrations.vllm.lookups import RequestLookups, has_content
 from kvhold.integrations.vllm.media import Media
@@ -197,7 +198,10 @@ class SchedulerSide:
             self.lookups.withdraw(before)
         if rules.store or rules.load:
             self._request_states[request.request_id] = RequestState(
-                request, rules, naming=self.lookups.submit_name(request, rules)
+                request,
+                rules,
+                part=self.lookups.handovers.part_of(request),
+                naming=self.lookups.submit_name(request, rules),
             )
         else:
             self.lookups.note(request)
@@ -223,6 +227,9 @@ class SchedulerSide:
                 stores=self._stores_for(request_state),
             )
         if not self.lookups.would_load(request_state, computed_tokens):
+            # with the answer, the first pass stores what the other engine awaits
+            if request_state.part.produces and request_state.lookup is not None:
+                self.lookups.resolve(request_state, self.lookups.patience_s)
             return 0, False
         if request_state.lookup is not None and not self.lookups.resolve(
             request_state, self.lookups.patience_s
@@ -307,26 +314,64 @@ class SchedulerSide:
     def step_over(self) -> None:
         self.lookups.submit_timings()
 
-    def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
-        """True: its last tokens are still to be stored."""
+    def finished(
+        self, request: "Request", tables: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget an ended request.
+
+        True: keep its blocks until its last tokens are stored. The second value is for the engine
+        that decodes; None: there is none, or nothing is handed over.
+        """
         request_state = self._request_states.pop(request.request_id, None)
         if request_state is None:
-            return False
+            return False, None
         complete = request.status in (
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
+        keeps_blocks = self._finish(request_state, request, tables, complete=complete)
+        tracker = request_state.tracker
+        if not complete or tracker is None or not self._stores_for(request_state):
+            return keeps_blocks, None
+        return keeps_blocks, answer(request_state.part, request.request_id, tracker)
+
+    def stored(self, request_ids: Iterable[str]) -> None:
+        """Note that the last chunks of ended requests are being copied."""
+        for request_id in request_ids:
+            self.lookups.withdraw_late(request_id)
+
+    def _finish(
+        self,
+        request_state: RequestState,
+        request: "Request",
+        tables: tuple[list[int], ...],
+        *,
+        complete: bool,
+    ) -> bool:
+        """Return whether the request's blocks are kept until its last tokens are stored."""
         late = (
             complete
             and bool(request_state.pending_steps)
             and self._catch_up(request_state, self.lookups.patience_s, last=True)
         )
         self.lookups.let_go(request_state)
-        self.lookups.withdraw(request_state)
+        keeps_blocks = complete and self._store_last(request_state, request, tables, late=late)
+        self.lookups.withdraw(request_state, is_stored_late=keeps_blocks)
         self._costs.forget(request.request_id)
         if request_state.naming is not None and not has_content(request):
             request_state.naming.cancel()
-        if not complete or request_state.tracker is None or not self._stores_for(request_state):
+        return keeps_blocks
+
+    def _store_last(
+        self,
+        request_state: RequestState,
+        request: "Request",
+        tables: tuple[list[int], ...],
+        *,
+        late: bool,
+    ) -> bool:
+        """Plan the last store of a complete request. late: some of its steps were just counted"""
+        if request_state.tracker is None or not self._stores_for(request_state):
             return False
         if not late and not self.lookups.saves_decode(request_state):
             return False

@@ -38,6 +38,11 @@ class RequestTracker:
         """Prompt tokens with KV after scheduled steps."""
         return min(self.prompt.num_tokens, self._counted)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose chunks are cached, or were taken to be stored."""
+        return min(self.prompt.num_tokens, max(self.next_chunk * self._chunk, self.known_tail))
+
     def found(self, hit_tokens: int) -> None:
         self.next_chunk, tail = divmod(hit_tokens, self._chunk)
         self.known_tail = hit_tokens if tail else 0
