@@ -13,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 TURN = 250  # units per step
 TURN_S = 0.0007  # per step of a node
-_ONE_TURN_KEYS = 250
+_ONE_TURN_KEYS = 250  # a call with at most this many keys is one step
 _MOST_DROPPED = 1000  # list items per step
 _MOST_POPPED = 60  # dictionary items per step
 

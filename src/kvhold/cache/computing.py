@@ -30,7 +30,7 @@ _MOST_ANNOUNCEMENTS = 1024  # per owner
 _MOST_CHUNKS = 16_384  # per owner
 _LEAST_S = 0.05  # shorter computing is not waited for
 _AS_FAST = 1.1
-_LATE = 1.5
+_LATE = 1.5  # promises and estimates may be off by this factor
 
 
 class WaitEnd(StrEnum):

@@ -8,7 +8,7 @@ from secrets import randbits
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 500
+MOST = 500  # events per batch; a batch takes a millisecond
 
 
 class EventLog:

@@ -33,8 +33,8 @@ from kvhold.core.planning import (
 _REMEMBERED = 512
 _SHOWN = 20
 _SURELY = 1.05  # required gain to end a wait early
-_LATE = 1.5
-_TRY_S = 30.0
+_LATE = 1.5  # a probe is late when it takes this many times its estimate
+_TRY_S = 30.0  # between samples of a slow tier
 IN_RAM = -1
 
 

@@ -16,7 +16,7 @@ from kvhold.core.status import ScrubStatus
 from kvhold.tiers.ram import Entry
 
 _BATCH_BYTES = 16 << 20  # about 2 ms of hashing
-_MOST_BYTES_S = 1 << 30
+_MOST_BYTES_S = 1 << 30  # speed limit, even for a short interval
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
 
 

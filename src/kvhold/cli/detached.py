@@ -25,7 +25,7 @@ from kvhold.node.watcher import restart_when_killed, wait_for_room
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES = 4096
+_MOST_BYTES = 4096  # of the ready line
 
 
 def default_log(config: Config) -> Path:

@@ -21,7 +21,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.store_options import StoreOptions
 
 LOSSLESS = "lossless"
-LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")
+LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")  # largest error bound first
 
 
 def frame_within(

@@ -21,7 +21,7 @@ from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
 RUN = 128
-SHARED = 32
+SHARED = 32  # at least this many elements share a class and a step
 CLASSES = 16
 OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's base
 

@@ -28,7 +28,7 @@ _EXPONENT_STEP = {
     "float8_e4m3fnuz": 16,
 }
 _LEAST_GAIN = 32
-_LEAST_TOKENS = 8
+_LEAST_TOKENS = 8  # a bias costs a byte per channel
 _SYMBOL = Struct("<BH")
 
 

@@ -21,7 +21,7 @@ MAGIC = b"\x89kvseal\n"
 VERSION = 1
 KEY_BYTES = 32
 _TAG_BYTES = 16
-_SPARE_BYTES = 16
+_SPARE_BYTES = 16  # the library needs them after its output
 _HEAD = Struct("<8sHH8s32s")  # magic, version, flags, identity of the key, random bytes
 OVERHEAD_BYTES = _HEAD.size + _TAG_BYTES
 

@@ -40,8 +40,8 @@ from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 # none:  another lookup of the same request has used them
 Uses: TypeAlias = Literal["all", "known", "none"]
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
-_REENCODING_PAUSE_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
+_REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvhold.core.errors import DamagedChunks, ProtocolError
 
-BYTES = 8
+BYTES = 8  # per checksum
 
 Numbers = npt.NDArray[np.int64]
 Values = npt.NDArray[np.uint64]

@@ -25,9 +25,9 @@ MOST_HANDOVER_S = 600.0
 
 _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")
-_INSTALLER = "KVHOLD_SETUP_"
-_SERVICE = r"KVHOLD(_[A-Z0-9]+)*"
-_KUBERNETES = (
+_INSTALLER = "KVHOLD_SETUP_"  # variables of the installer
+_SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service named kvhold or kvhold-...
+_KUBERNETES = (  # variables that Kubernetes sets for such a Service: name, value
     (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9a-fA-F:.]*")),
     (re.compile(rf"{_SERVICE}_SERVICE_PORT(_[A-Z0-9_]+)?"), re.compile(r"\d+")),
     (re.compile(rf"{_SERVICE}_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.+")),

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST = 48
-_FADING = 0.93
-_ALIKE = 0.003
+_FADING = 0.93  # weight of a measurement relative to the next
+_ALIKE = 0.003  # fits with errors this close are equal
 _ROUNDS = 8
-_LEAST_ERROR = 1e-3
+_LEAST_ERROR = 1e-3  # smaller relative errors count alike
 _OFF = 2.0
 _IN_A_ROW = 3
 

@@ -13,7 +13,7 @@ from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DeviceError, ProtocolError
 from kvhold.core.layout import Layout
 
-ABSENT = -1
+ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
 
 
 @dataclass(frozen=True, slots=True)

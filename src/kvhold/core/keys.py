@@ -30,16 +30,16 @@ from kvhold.core.store_options import StoreOptions
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
-NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES
+NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; group and shard follow
 KEY_BYTES = NAME_BYTES + 4
 
 _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
-_LOSS_BIT = 1
-TENANT = "tenant"
-_MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"
+_LOSS_BIT = 1  # of the digest's last byte
+TENANT = "tenant"  # the tag that names the KV's owner
+_MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"  # tags
 
 
 class ChunkNames(msgspec.Struct, frozen=True, array_like=True):

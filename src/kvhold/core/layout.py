@@ -30,11 +30,11 @@ DTYPE_BYTES = {
 }
 
 CANONICAL = "canonical"
-MOST_PACKING = 32
+MOST_PACKING = 32  # characters
 MOST_GROUPS = 256
-MOST_LAYERS = 4096
-MOST_CHUNK_TOKENS = (1 << 32) - 1
-MOST_CHUNK_BYTES = 1 << 36
+MOST_LAYERS = 4096  # limit of a frame's header
+MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same limit
+MOST_CHUNK_BYTES = 1 << 36  # per group; also the limit of a frame
 
 Attention = Literal["full", "sliding", "state"]
 

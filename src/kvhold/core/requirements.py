@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import msgspec
 
-STAYS_IN_MEMORY = ("memory", "null")
+STAYS_IN_MEMORY = ("memory", "null")  # these store nothing outside the node's memory
 
 
 class TierTerms(msgspec.Struct, frozen=True, array_like=True):

@@ -24,7 +24,7 @@ _NAMES = (
     "max_bits",
     "tags",
 )
-_MOST_QUOTED = 100
+_MOST_QUOTED = 100  # characters of a request in an error
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 log = logging.getLogger(__name__)
 
 _public: set[str] = set()
-_MOST_BYTES = 64 << 10
+_MOST_BYTES = 64 << 10  # of a file that holds a secret
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
 # paths, and numbers of tokens
 _NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)

@@ -29,8 +29,8 @@ _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
 _MAX_FILES = 20_000
-_SETTLED_NS = 2_000_000_000
-_NOTE_BYTES = 65
+_SETTLED_NS = 2_000_000_000  # file systems round times
+_NOTE_BYTES = 65  # digest, blank, check
 _DIGEST = re.compile("[0-9a-f]{32}")
 _COMMIT = re.compile("[0-9a-f]{40}")
 

@@ -36,7 +36,7 @@ ESCAPE = 0x80
 REACH = 63
 # a magnitude gets a frequency (two bytes) if it or larger ones occur this often
 WORTH_IT = 3
-SHIFTS = 8
+SHIFTS = 8  # a token's shift is -SHIFTS..SHIFTS - 1
 
 
 class Channels(NamedTuple):

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from kvhold.kernels.plan import Plan
 
-STREAM_BYTES = 4 << 20
+STREAM_BYTES = 4 << 20  # larger calls use streaming stores
 SLICE_BYTES = 1 << 20
 LINE = 64
 LEAD_BYTES = 4 << 10

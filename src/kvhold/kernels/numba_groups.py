@@ -22,7 +22,7 @@ from kvhold.kernels.numba_floats import (
     store,
 )
 
-GROUP = 32
+GROUP = 32  # as in KIVI
 
 
 def packed_width(width: int, bits: int) -> int:

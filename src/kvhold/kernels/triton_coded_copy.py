@@ -19,7 +19,7 @@ from kvhold.kernels.view import Coding, View
 
 TILE_ELEMENTS = 2048
 _LARGEST = tl.constexpr(3.4028234663852886e38)
-_SMALL = tl.constexpr(2.0**-60)
+_SMALL = tl.constexpr(2.0**-60)  # a smaller scale's inverse may overflow
 _UP = tl.constexpr(2.0**64)
 
 

@@ -23,10 +23,10 @@ from kvhold.memory.host import HUGE_PAGE_BYTES, all_huge_pages, available_bytes,
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 # takes 1 ms, during which malloc and mmap wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
-_KEEP_FREE = 256 << 20
+_KEEP_FREE = 256 << 20  # bytes that stay free
 
 # mmap.madvise holds the GIL while the kernel clears pages
 _madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -9,9 +9,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
 
-ALIGNMENT = 4096
+ALIGNMENT = 4096  # for O_DIRECT and huge pages
 SLAB_BYTES = 1 << 20
-LARGE_BYTES = SLAB_BYTES // 8
+LARGE_BYTES = SLAB_BYTES // 8  # a slab of smaller slots loses at most an eighth
 _ZONE_ALIGNMENT = 2 << 20
 _SLACK_PART = 64
 

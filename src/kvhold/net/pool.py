@@ -17,7 +17,7 @@ from kvhold.net.stream import Bytes, Stream
 
 _MAX_IN_FLIGHT = 256
 _MAX_IN_FLIGHT_BYTES = 4 << 20  # of values; the server keeps unread replies in memory
-_LANE_BYTES = 1 << 20
+_LANE_BYTES = 1 << 20  # of values, per additional connection
 
 
 class Exchange(ABC):

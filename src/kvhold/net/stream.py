@@ -23,7 +23,7 @@ AHEAD_BYTES = 16 << 10
 _STEP_BYTES = 1 << 20  # per call and turn of the loop
 # copying them is cheaper than a system call or a TLS record
 _MERGE_BYTES = 4 << 10
-_MAX_PIECES = 512
+_MAX_PIECES = 512  # IOV_MAX is 1024
 
 _NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 

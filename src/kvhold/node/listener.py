@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 _AT_ONCE = 16
-_PAUSE_S = 0.5
+_PAUSE_S = 0.5  # while the host has no descriptor left
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

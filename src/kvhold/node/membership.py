@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from kvhold.core.errors import NodeError, NodeLost
 from kvhold.net import messages as m
 
-_NO_TIME_S = 0.001
+_NO_TIME_S = 0.001  # to a silent node: send, do not wait
 _HOPELESS = 10  # failed attempts to join; then no lookup waits
 _FIRST_PAUSE_S = 0.01
 

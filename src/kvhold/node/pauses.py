@@ -7,7 +7,7 @@ cycles and need none.
 import gc
 import sys
 
-_MOST_YOUNG = 2000
+_MOST_YOUNG = 2000  # a fraction of a millisecond
 _is_ours = False
 
 

@@ -17,8 +17,8 @@ from kvhold.net.wire import encode
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import PeerIndex, digest_of, pack, unpack
 
-_MOST_CHANGES = 500
-_MOST_KEPT = 200_000
+_MOST_CHANGES = 500  # in one record: about a millisecond
+_MOST_KEPT = 200_000  # changes, for followers that were away
 _PAGE_CHUNKS = 4000
 
 SizeOf = Callable[[bytes, int, int], int]

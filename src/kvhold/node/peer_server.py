@@ -26,7 +26,7 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.peers.bus import clock_ms
 
 _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
-_GROUP_BYTES = 8 << 20
+_GROUP_BYTES = 8 << 20  # pinned at once for one get
 _GROUP_KEYS = 128  # per turn of the node's loop
 _request: Decoder[p.Request] = Decoder(p.Request)
 

@@ -21,7 +21,7 @@ from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
-_CLEAR_STEPS = 400
+_CLEAR_STEPS = 400  # about 20,000 chunks
 _MOST_PARTS = 32
 # enough for 1.2 million tokens of 80 layers
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4

@@ -14,7 +14,7 @@ from kvhold.memory.arena import has_room
 from kvhold.node.paths import open_beside, watch_path
 
 _LEAST_LIFE_S = 5.0
-_ROOM_WITHIN_S = 2.0
+_ROOM_WITHIN_S = 2.0  # for engines to unmap the last arena
 _ROOM_PAUSE_S = 0.01
 
 

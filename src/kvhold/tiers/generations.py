@@ -24,25 +24,25 @@ from kvhold.tiers.table import KeyList
 Result = TypeVar("Result")
 
 ALL = bytes(NAMESPACE_BYTES)
-_PLACE = b"\xff\xff\xff\xff"
-_SAYS = b"kvhold-clear"
+_PLACE = b"\xff\xff\xff\xff"  # a group and shard that no chunk has
+_SAYS = b"kvhold-clear"  # instead of the hash of tokens
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
-_TOKEN_BYTES = 16
-_EVERY_BYTES = 4
+_TOKEN_BYTES = 16  # random; shows which host put a marker
+_EVERY_BYTES = 4  # of a name: the number of clears of everything
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
 # Numbers up to this far ahead are not older. A key without a generation has any number there, so
 # the old values of one namespace in 4 million stay.
 _MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
-_SPACES_AT_ONCE = 64
-_MOST_SLICES = 64
+_SPACES_AT_ONCE = 64  # in one call
+_MOST_SLICES = 64  # in one refresh
 _MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
-_MOST_NUMBERS = 20_000
-_LOOKS = 4
+_MOST_NUMBERS = 20_000  # the journal's limit, too
+_LOOKS = 4  # for each new number, how many old ones may be forgotten
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
-_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1
+_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # instead of the number of a contact
 
 
 class _Use:

@@ -49,7 +49,7 @@ from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 log = logging.getLogger(__name__)
 
 _REFRESH_TIMEOUT_S = 30.0
-_LEAVE_S = 5.0
+_LEAVE_S = 5.0  # how long a cancelled caller waits for its memory
 _WRITES = ("put", "replace")
 
 

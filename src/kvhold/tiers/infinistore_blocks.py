@@ -33,8 +33,8 @@ Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
 HEAD_BYTES = 64
 _HEAD = struct.Struct("<8sQI16s")  # magic, value bytes, block bytes, put id
 _MAGIC = b"kvholdI1"
-_COPY_IN_THREAD = 256 << 10
-_LAST_MOVES_S = 5.0
+_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
+_LAST_MOVES_S = 5.0  # how long to wait for the moves of cancelled calls
 _NAMES_AT_ONCE = 1000
 _MOVES_AT_ONCE = 64  # the client aborts beyond its 128 request buffers
 

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 _MOST_JOURNALED = 100_000
 _MOST_REACHED = 20_000
-_MOST_FOLDERS = 64
-_MOST_MISSED = 1000
+_MOST_FOLDERS = 64  # absent folders of a tier; the one opened longest ago is forgotten
+_MOST_MISSED = 1000  # clears of a folder; more become one clear of everything
 _MOST_BYTES = 16 << 20
 
 

@@ -24,10 +24,10 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 11211
 _SMALL_CONNECTIONS = 2
-_DRAIN_BYTES = 4 << 20
+_DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
 _LONGEST_RELATIVE_S = 30 * 86_400  # longer times to live are dates
 _LAST_DATE_S = 2**31 - 1
-_MAX_PREFIX = 150
+_MAX_PREFIX = 150  # a key is at most 250 bytes
 
 _HIT = re.compile(rb"HD s(\d{1,15})")
 _VALUE = re.compile(rb"VA (\d{1,15})")

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 Place = tuple[int, int]
 
 _NO_ROOM = -200
-_NOT_READY = -703
+_NOT_READY = -703  # being written
 _MISSING = -704
 _EXISTS = -705
 _LEASED = -706

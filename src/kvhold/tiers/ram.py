@@ -27,8 +27,8 @@ from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
 NEVER = (1 << 63) - 1
-_REMOVE_UNITS = 8
-_TRIES_NEAR = 4
+_REMOVE_UNITS = 8  # see `cache/chores.py`
+_TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ _TIERS = {
     "peers-dns": _Home("kvhold.tiers.peers.dns", "DnsPeersTier"),
     "null": _Home("kvhold.tiers.null", "NullTier"),
 }
-_ELSEWHERE = {
+_ELSEWHERE = {  # LMCache's schemes
     "lm": "kvhold://HOST:PORT, a central cache (`kvhold serve --listen`)",
     "mooncakestore": "mooncake://HOST:PORT",
     "external": "plugin://module:Class",

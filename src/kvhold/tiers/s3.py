@@ -37,7 +37,7 @@ __all__ = ["S3Config", "S3Tier"]
 
 Result = TypeVar("Result")
 
-_COPY_IN_THREAD = 256 << 10
+_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
 _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3

@@ -14,11 +14,11 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.setting import setting, size
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")
+_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer encodes these
 
-_LEAST_PART = 5 << 20
+_LEAST_PART = 5 << 20  # for all parts but the last
 _NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s
-_RETRIES = 1
+_RETRIES = 1  # for a stale connection or a short overload
 _BACKOFF = timedelta(milliseconds=20)
 
 

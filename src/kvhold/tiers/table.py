@@ -8,9 +8,9 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 Value = TypeVar("Value")
 
-SPREAD = NAMESPACE_BYTES
+SPREAD = NAMESPACE_BYTES  # index of the key's byte that selects its dictionary
 _MOST = 512
-_PART = 128
+_PART = 128  # values; a page of a snapshot is one part, and takes half a millisecond
 KEYS_A_PART = 256
 
 

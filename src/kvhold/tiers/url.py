@@ -17,7 +17,7 @@ from kvhold.core.setting import apply
 Settings = TypeVar("Settings")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
-_NTH = re.compile(r"[a-z]+:[a-z]+:[\d.]*@\d+(?=[:,+%]|$)")
+_NTH = re.compile(r"[a-z]+:[a-z]+:[\d.]*@\d+(?=[:,+%]|$)")  # a rule with '@': see `faults.py`
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,7 +20,7 @@ from kvhold_lab.bench.rows import Row, in_turn, time_row
 
 ROUNDS = 9
 _FILE_BYTES = 4096
-_PROMPTS = 40
+_PROMPTS = 40  # kinds of prompts
 _TURN_S = 1.0
 
 

@@ -22,7 +22,7 @@ LAYOUT = Layout(
     tokens_per_chunk=256,
 )
 TOKENS_PER_BLOCK = 16
-NUM_CHUNKS = 8
+NUM_CHUNKS = 8  # 256 MiB, larger than caches
 ROUNDS = 9
 THREADS = (1, 2)
 

@@ -30,7 +30,7 @@ from kvhold_lab.bench.throttle import Throttle
 
 GET_CHUNKS = 64
 LOOKUP_TOKENS = 32_000
-INDEX_BYTES = 48.0
+INDEX_BYTES = 48.0  # a chunk
 EVENT_MS = 20.0
 _PATIENCE_S = 120.0
 _PATIENT = "&".join(f"{name}_timeout_s=60" for name in ("probe", "get", "answer"))

@@ -6,7 +6,7 @@ from typing import Any
 
 _RANK = 8
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_ADAPTER_STD = 0.5
+_ADAPTER_STD = 0.5  # makes each adapter's output distinct
 
 
 def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:

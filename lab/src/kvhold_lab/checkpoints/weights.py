@@ -13,7 +13,7 @@ _GAIN = 1.2
 _QUERY_KEY_GAIN = 1.6
 _LOGIT_STD = 3.0
 _QUERY_KEY_NORM = 1.5
-_SCALED_EMBEDDING = ("gemma",)
+_SCALED_EMBEDDING = ("gemma",)  # these multiply embeddings by the root of their size
 
 
 def draw_weights(model: Any, seed: int) -> None:

@@ -26,7 +26,7 @@ from kvhold_lab.once import default_root, fingerprint, make_once
 Weights = npt.NDArray[np.float32]
 
 MAX_MODEL_LEN = 32_768
-_RECIPE = 1
+_RECIPE = 1  # increase when the weights change
 _SEED = 20_260
 _QUERY_KEY_GAIN = 1.6
 _ATTENTION_GAIN = 1.2

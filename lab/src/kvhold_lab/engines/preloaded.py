@@ -21,7 +21,7 @@ import msgspec
 from kvhold_lab.engines.fork_server import MOST_REQUEST_BYTES, READY, Fork
 
 VARIABLE = "PRELOAD_VLLM"
-_MOST_SERVERS = 3
+_MOST_SERVERS = 3  # each keeps half a gigabyte
 _LATE = ("KVHOLD_", "XDG_", "PYTEST_", "COVERAGE_", "TMPDIR", "_=")
 _START_S = 120.0
 

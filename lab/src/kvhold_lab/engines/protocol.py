@@ -18,7 +18,7 @@ from kvhold_lab.engines.process import EngineFailed, LoggedProcess
 
 _log = logging.getLogger(__name__)
 
-_SEARCHED_BYTES = 1 << 20
+_SEARCHED_BYTES = 1 << 20  # of the log; vLLM prints many stacks after a worker's
 _REFUSAL = "LayoutError: "
 
 

@@ -20,7 +20,7 @@ from kvhold_lab.engines.stepped import SteppedEngine, environment_for
 
 # for a cold prefill of 4,000 tokens, faster than one piece
 BATCHED_TOKENS = 2_048
-_WARM_UP_TOKENS = 16
+_WARM_UP_TOKENS = 16  # too short to be cached
 
 
 class VllmDriver:

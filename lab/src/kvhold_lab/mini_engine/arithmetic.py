@@ -9,7 +9,7 @@ Most bits: activations and KV 17, weights 15, attention weights 17.
 
 import torch
 
-MAX_TOKENS = 1 << 16
+MAX_TOKENS = 1 << 16  # of one query
 MAX_WIDTH = 1 << 12  # elements in a sum
 _STEP, _BOUND = 2.0**-10, 2.0**6
 _WEIGHT_STEP, _WEIGHT_BOUND = 2.0**-12, 4.0 - 2.0**-12

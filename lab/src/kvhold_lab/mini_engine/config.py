@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvhold_lab.mini_engine.arithmetic import snap_weight
 
-_ARITHMETIC = 1
+_ARITHMETIC = 1  # increase when the KV changes
 _SEED = 20_261
 _GAIN, _QUERY_GAIN, _LOGIT_GAIN = (
     1.2,

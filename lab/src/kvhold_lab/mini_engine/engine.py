@@ -37,7 +37,7 @@ from kvhold_lab.mini_engine.config import (
 from kvhold_lab.mini_engine.models import Model
 from kvhold_lab.mini_engine.runner import Runner
 
-_STILL_S = 60.0
+_STILL_S = 60.0  # without progress
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kvhold_lab.mini_engine.arithmetic import choose
 from kvhold_lab.mini_engine.calls import calls_of
 from kvhold_lab.mini_engine.models import Model, ModelBatch, ModelKeys, ModelSpan, Slots
 
-_QUERIES = 128
+_QUERIES = 128  # of one span; bounds the memory of attention weights
 
 Array = npt.NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-_START_S = 400.0
+_START_S = 400.0  # moto took 187 s on two cores under heavy load
 _STOP_S = 20.0
 _POLL_S = 0.02
 _LOWEST_PORT = 10_240

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 VERBS = "libibverbs.so.1"  # of Mooncake's client and LMCache, even without RDMA
-PACKAGES = {
+PACKAGES = {  # program or library -> Debian package
     "redis-server": "redis-server",
     "redis-sentinel": "redis-sentinel",
     "redis-cli": "redis-tools",

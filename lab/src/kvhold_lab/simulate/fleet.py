@@ -21,7 +21,7 @@ Routing = Literal["random", "affinity"]
 ROUTINGS: tuple[Routing, ...] = ("random", "affinity")
 
 _MOST_LOAD = 1.25  # of the mean; a host with more requests gets none
-_SPARE_REQUESTS = 8
+_SPARE_REQUESTS = 8  # which every host may have beyond that
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.base import NEUTRAL
 
-_CHUNK_BYTES = 512
+_CHUNK_BYTES = 512  # the unit of an index
 
 
 class LearnedDisk:

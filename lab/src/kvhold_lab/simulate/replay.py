@@ -24,7 +24,7 @@ from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.trace import Cut
 
 _CHUNK_BYTES = 4096
-_FRAME_BYTES = _CHUNK_BYTES + 4096
+_FRAME_BYTES = _CHUNK_BYTES + 4096  # with a header page
 _ARENA_BYTES = 2 << 20
 _PATIENT_S = 60.0
 

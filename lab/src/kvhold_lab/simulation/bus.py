@@ -21,7 +21,7 @@ from kvhold_lab.simulation.world import SimLoop, World
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CALL_S = 2.0
-_IDLE_S = 15.0
+_IDLE_S = 15.0  # then the subscription is made again
 _LONGEST_LAG_S = 15.0
 _MOST_KEPT = 3000
 

@@ -12,8 +12,8 @@ from kvhold.tiers.guard_config import GuardConfig
 from kvhold_lab.simulation.node import NodeDraw
 
 _CHUNK_BYTES = 4096
-_LEARNED = 0.2
-_COMPUTING = 0.25
+_LEARNED = 0.2  # the share of seeds
+_COMPUTING = 0.25  # the same
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),

@@ -46,11 +46,11 @@ _AGREE_S = 90.0  # a follower tries again after 12.5 s, and a silent one is lost
 _LOOK_S = 0.2
 _LOOK_AT_BUS_S = 1.0
 _MOST_FOLLOWED = 24
-_FOLLOWED_OF_MANY = (3, 6, 9)
-_RARER = 10
+_FOLLOWED_OF_MANY = (3, 6, 9)  # in a larger fleet
+_RARER = 10  # evictions and looks at the pins of one host, in a fleet of more than four
 _BEAT_OF_MANY_S = 2.5  # half of the silence that loses a peer
-_LATEST_S = 10.0
-_MOST_OLD_S = 2 * SILENT_S + 0.5
+_LATEST_S = 10.0  # a host of a directory may begin so late
+_MOST_OLD_S = 2 * SILENT_S + 0.5  # of the newest record, while the bus is followed
 
 
 class FleetHost(Simulation):

@@ -6,7 +6,7 @@ A generator of its own keeps the histories of simpler fleets.
 from dataclasses import dataclass
 from random import Random
 
-_MOST_IN_ONE_LIST = 24
+_MOST_IN_ONE_LIST = 24  # hosts that all follow each other
 _SMALL = 8
 
 

@@ -23,8 +23,8 @@ from kvhold.core.errors import KVHoldError
 from kvhold_lab.simulation.patches import apply, mutations
 
 _MODULE = "kvhold_lab.simulation.worker"
-_PIECE = 50
-_MOST_SEEDS = 2000
+_PIECE = 50  # seeds that a process is given at once, divided by the hosts
+_MOST_SEEDS = 2000  # of one process, which takes some seconds to start
 _SHOWN = 20
 
 

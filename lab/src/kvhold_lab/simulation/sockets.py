@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
-_FIRST_DESCRIPTOR = 1 << 20
+_FIRST_DESCRIPTOR = 1 << 20  # never a descriptor of this process
 _BACKLOG = 16
 _REFUSED_AFTER_S = 0.3
 

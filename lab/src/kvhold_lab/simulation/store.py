@@ -14,7 +14,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.world import World
 
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # how often a slow transfer checks whether the faults are over
 
 
 @dataclass

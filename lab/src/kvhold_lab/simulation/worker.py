@@ -14,7 +14,7 @@ from typing import Any
 from kvhold_lab.simulation.run import simulate
 
 _COLLECT_EVERY = 25
-_COLLECT_EVERY_HOSTS = 100
+_COLLECT_EVERY_HOSTS = 100  # a seed of 100 hosts leaves as much garbage as many seeds of one
 
 
 def main(first: int, count: int, *, trace: bool = False, hosts: int = 0) -> None:

@@ -21,7 +21,7 @@ from kvhold_lab.simulation.clocks import HostClock
 from kvhold_lab.simulation.descriptors import Descriptors
 from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
 
-_STALL = 0.0008
+_STALL = 0.0008  # chance of a stall before each step of a loop
 _MOST_NOTES = 200_000
 _STEPS_A_LOOK = 20
 _MANY_SCHEDULED = 50_000

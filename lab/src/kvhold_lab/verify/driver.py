@@ -19,7 +19,7 @@ from kvhold_lab.verify.serving import serve
 
 _collect = gc.collect
 _VOCABULARY_TEXT = 20_000
-_IMAGE_SIDE = 112
+_IMAGE_SIDE = 112  # pixels
 _BEST = 2
 
 

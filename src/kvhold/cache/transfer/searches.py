@@ -31,7 +31,7 @@ from kvhold.tiers.stack import TierPlace
 
 _MOST_PINS = 64  # per step
 _MOST_RESERVED = 16  # per step
-_MOST_PER_COMMAND = 250
+_MOST_PER_COMMAND = 250  # keys
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-LEAVE_S = 5.0
+LEAVE_S = 5.0  # the longest wait for cancelled tasks, which are then abandoned
 
 
 class Tasks:

@@ -12,8 +12,8 @@ from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.policies.reuse_times import Worths
 
-_MOST_WAITING = 1 << 18
-_MOST_KEYS = 250
+_MOST_WAITING = 1 << 18  # keys
+_MOST_KEYS = 250  # at once
 
 
 class UseQueue:

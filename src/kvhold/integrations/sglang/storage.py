@@ -29,7 +29,7 @@ from kvhold.integrations.versions import warn_if_untested
 log = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
-_SHARDED = frozenset({str(PoolName.MAMBA)})
+_SHARDED = frozenset({str(PoolName.MAMBA)})  # differs even between ranks with equal KV
 
 
 class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]

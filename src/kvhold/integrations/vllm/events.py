@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EVENT_BUFFER = 100_000
-_MOST_DESCRIBED = 4096
-_PACE_S, _RETRY_S = 0.05, 1.0
+_EVENT_BUFFER = 100_000  # lasts for minutes of constant eviction
+_MOST_DESCRIBED = 4096  # chunks, about 10 KB each
+_PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:

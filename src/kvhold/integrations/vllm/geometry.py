@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 _COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # a layer's block is one piece of memory
 _CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")
+_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV
 _SHOWN_DRAFTERS = ("draft_model", "eagle")
 _DRAFTERS = (*_SHOWN_DRAFTERS, "eagle3", "mtp")
 _LOOK_AHEAD = ("eagle", "eagle3", "mtp")

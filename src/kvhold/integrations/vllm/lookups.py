@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_CAUSES = 100
-_START_S = 1.0
-_PATIENCE_S = 0.003
+_START_S = 1.0  # a killed node is usually back within this time
+_PATIENCE_S = 0.003  # RAM answers faster
 _PAUSE = 0.01  # part of a wait between checks of another engine
 
 

@@ -20,7 +20,7 @@ from kvhold.core.keys import Insert
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_REMEMBERED = 200_000
+_REMEMBERED = 200_000  # identifiers; vLLM forgets their KV earlier
 _SEVERAL = b""
 _IN_SHARED_MEMORY = {"address", "signature"}
 

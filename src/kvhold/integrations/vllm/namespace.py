@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = "\0"
+_UNKNOWN = "\0"  # the name of an unidentified adapter
 _NO_MEDIA = "its images, video or audio cannot be identified"
 
 

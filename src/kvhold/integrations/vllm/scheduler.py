@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NULL_BLOCK = 0
+_NULL_BLOCK = 0  # vLLM's number for "no block"
 
 
 class SchedulerSide:

@@ -14,9 +14,9 @@ from kvhold.memory.copier import Stage
 
 
 class Lane(Enum):
-    GATHER = "gather"
+    GATHER = "gather"  # kernels that read blocks
     STORE = "store"  # low priority
-    LOAD = "load"
+    LOAD = "load"  # from the arena
     SCATTER = "scatter"  # high priority
 
 

@@ -21,8 +21,8 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, KVHold
 from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import DeviceDriver
 
-SLICE_BYTES = 256 << 20
-_MOST_WAIT_S = 1.0
+SLICE_BYTES = 256 << 20  # 25 ms per call
+_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held until then, and the engine waits
 
 Buffer = npt.NDArray[np.uint8]
 

@@ -33,7 +33,7 @@ from kvhold.node.client import NodeClient
 log = logging.getLogger(__name__)
 
 _CONNECT_WITHIN_S = 5.0
-_PAUSE_S = 1.0
+_PAUSE_S = 1.0  # between two attempts to connect
 _CLOSE_WITHIN_S = 5.0
 _greeting: Decoder[s.Greeting] = Decoder(s.Greeting)
 _answer: Decoder[s.Answer] = Decoder(s.Answer)

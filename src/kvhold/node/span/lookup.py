@@ -23,7 +23,7 @@ from kvhold.node.span.hosts import Host
 
 log = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 4
+_MOST_ROUNDS = 4  # of asking again
 
 
 class SpanHit(Hit):

@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
-_RESERVED = 1 << 24
+_RESERVED = 1 << 24  # items
 _FEWEST = 1 << 12
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which `mmap` lacks before Python 3.13
 

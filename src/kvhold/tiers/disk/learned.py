@@ -26,8 +26,8 @@ from kvhold.tiers.policies.reuse_times import Worths
 
 UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
-_MOST_AGED = 150
-_MOST_KNOWN = 4096
+_MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
+_MOST_KNOWN = 4096  # pasts whose worth is remembered
 
 # worth, time of the last use, list, past of its first row, tick
 Head: TypeAlias = tuple[float, float, int, int, int]

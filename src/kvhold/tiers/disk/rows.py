@@ -16,7 +16,7 @@ from kvhold.tiers.disk.columns import Columns
 from kvhold.tiers.policies.ghosts import queue_of
 
 NONE, _REMOVED = -1, -2
-_BLOCK = 512
+_BLOCK = 512  # the unit of `st_blocks`
 _TABLES = 1024
 _SMALLEST = 16
 _MOST_KEYS = 500

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
-_FOUND = 4
+_FOUND = 4  # listed values between two looks at the clock
 _TURN_S = 0.0005
 _MOST_KEYS = 500
 _SCANS = 3  # a failed removal makes its value visible again

@@ -16,7 +16,7 @@ from contextlib import suppress
 from kvhold.core.cleanup import on_error
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_LINKS = 40
+_MOST_LINKS = 40  # as in Linux
 
 
 class Unsafe(PermissionError):

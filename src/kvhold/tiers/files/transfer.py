@@ -13,10 +13,10 @@ import numpy as np
 
 from kvhold.tiers.base import Parts
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 4096  # alignment for O_DIRECT
 LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster
 
-_MOST_PIECES = 1024
+_MOST_PIECES = 1024  # IOV_MAX
 _UNSUPPORTED = frozenset({EINVAL, EOPNOTSUPP, ENOSYS})
 
 

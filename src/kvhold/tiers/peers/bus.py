@@ -28,12 +28,12 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
 
 KEY_BYTES = 32
 MOST_SEALED_BYTES = 256 << 10
-BATCH_BYTES = 64 << 10
-SILENT_S = 5.0
+BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
+SILENT_S = 5.0  # a node publishes something every second
 _CANCEL_AGAIN_S = 2.0
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
 _HEAD_BYTES = _MAC_BYTES + _CLOCK_BYTES
-_MOST_WAITING_BYTES = 4 << 20
+_MOST_WAITING_BYTES = 4 << 20  # of one peer
 _record: Decoder[p.Happened] = Decoder(p.Happened)
 
 

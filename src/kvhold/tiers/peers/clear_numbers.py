@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from kvhold.core.keys import NAMESPACE_BYTES
 
 EVERYTHING = b""
-MOST_NUMBERS = 20_000
-_MOST_AHEAD_MS = 10 * 366 * 86_400_000
+MOST_NUMBERS = 20_000  # the journal's limit, too
+_MOST_AHEAD_MS = 10 * 366 * 86_400_000  # a larger number is no clear's
 
 
 class ClearNumbers:

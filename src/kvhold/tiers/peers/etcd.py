@@ -42,7 +42,7 @@ MOST_LISTED = 128
 _MOST_PREFIX = 200
 _MOST_ENDPOINTS = 16
 _MOST_VALUE_BYTES = 512
-_LEASE_READS = 3
+_LEASE_READS = 3  # a lease outlives two readings that fail
 
 
 class Registration(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from kvhold.tiers.peers.faults import TIER
 
 _MOST_ANSWER_BYTES = 1 << 20
 _MOST_QUOTED = 200
-_CALLS_S = 3.0
+_CALLS_S = 3.0  # for all endpoints
 _LEAST_CALL_S = 0.5
 _TOKEN_IS_OLD = ("invalid auth token", "revision of auth store is old")
 

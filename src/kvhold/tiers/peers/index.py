@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 MOST_PEERS = 32
 DIGEST_BYTES = 8
-_SLOT_BYTES = 17
+_SLOT_BYTES = 17  # of the four arrays of a table
 _TABLES = 1024
 _SMALLEST = 8
 _MOST_FULL = 0.7

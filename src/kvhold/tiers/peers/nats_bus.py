@@ -49,9 +49,9 @@ _CONNECT_S = 2
 _CALL_S = 2.0
 _CLOSE_S = 1.0
 _PING_S = 5
-_IDLE_S = 15.0
+_IDLE_S = 15.0  # then the subscription is made again
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000
+_MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000  # more are dropped: a gap
 _MOST_QUOTED = 200
 _FAULTS = (nats.errors.Error, OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError)
 

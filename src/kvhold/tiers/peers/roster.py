@@ -22,9 +22,9 @@ from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-_READ_S = 4.0
+_READ_S = 4.0  # less than a check may take, see `GuardConfig.get_timeout_s`
 _LEAVE_S = 2.0
-_MOST_NAMED = 10
+_MOST_NAMED = 10  # addresses in a line of the log
 _GOES_ON = "the last list stays in use"
 TOO_MANY = (
     f"at most {MOST_PEERS} peers are followed; for more hosts use a central cache (kvhold://), or "

@@ -39,7 +39,7 @@ from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.url import TierUrl
 
-_KEYS_A_TURN = 300
+_KEYS_A_TURN = 300  # about a millisecond
 _OTHERS_S = 1.0
 
 

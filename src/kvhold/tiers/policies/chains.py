@@ -18,7 +18,7 @@ from kvhold.tiers.table import KeyTable
 
 _BUCKET_BITS = 8
 _SWEPT_AT_ONCE = 128
-_SWEPT_A_CALL = 3
+_SWEPT_A_CALL = 3  # keeps about two places per leaf at most
 
 
 class Chunk:

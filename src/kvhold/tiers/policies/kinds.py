@@ -5,7 +5,7 @@ A *prompt* (`LearnedPolicy.looked_up`): pause and new chunks in one number.
 
 from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, pack
 
-USES, PAUSES, NEW = 7, 5, 8
+USES, PAUSES, NEW = 7, 5, 8  # numbers of values
 _PROMPTS = PAUSES * NEW
 
 

@@ -29,10 +29,10 @@ from kvhold.tiers.table import SPREAD
 
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
-_UNKNOWN = NEUTRAL * MOST_KINDS
+_UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
-_FIRST = place_suffix(0, 0)
+_FIRST = place_suffix(0, 0)  # the suffix of the keys given to `looked_up` and `missed`
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue

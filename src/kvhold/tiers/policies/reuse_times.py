@@ -27,15 +27,15 @@ import numpy.typing as npt
 
 _SHORTEST_S = 0.5
 _BUCKETS_AN_OCTAVE = 2
-_NUM_BUCKETS = 44
+_NUM_BUCKETS = 44  # the last one begins after 12 days
 _COHORTS_A_BUCKET = 4
 _COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s`
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8
 # many cohorts change their bucket after a pause, so each tick handles some
-_MOST_AGED = 2000
-_COHORT_UNITS = 20
+_MOST_AGED = 2000  # uses per tick
+_COHORT_UNITS = 20  # a cohort takes as long as this many uses
 
 # the prior: an equal hazard in each bucket of the first hour
 _PRIOR_HAZARD = 0.04
@@ -43,9 +43,9 @@ _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
 _SCALE_USES = 25.0
 _SHAPE_USES = 125.0
-_PRICE = 0.5
-_PRICE_SHARE = 0.2
-_EXPECTED = 0.5
+_PRICE = 0.5  # of the mean yield of evicted chunks
+_PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
+_EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
 
 _EDGES_S = [
     0.0,

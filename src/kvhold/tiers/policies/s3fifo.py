@@ -12,7 +12,7 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Walk
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
-_MOST_FREQUENT = 3
+_MOST_FREQUENT = 3  # the paper counts uses in two bits
 
 
 class S3FifoPolicy(ChainPolicy):

@@ -13,7 +13,7 @@ from kvhold.net.pool import Exchange
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 
-_MAX_SMALL_BYTES = 1 << 20
+_MAX_SMALL_BYTES = 1 << 20  # of a string that is not a value
 _MAX_ITEMS = 1 << 16
 _MAX_DEPTH = 5
 _INTEGER = re.compile(rb"-?\d{1,19}")

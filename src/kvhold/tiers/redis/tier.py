@@ -24,7 +24,7 @@ from kvhold.tiers.redis.topology import ask, make_topology
 from kvhold.tiers.redis.values import ReadRange, ReadWhole, fill
 from kvhold.tiers.url import TierUrl
 
-_SCAN_COUNT = 1000
+_SCAN_COUNT = 1000  # names in one round trip
 _MAX_TTL_MS = 100 * 365 * 86_400_000
 _PROBE_ROUNDS = 3
 _PUT_ROUNDS = 3

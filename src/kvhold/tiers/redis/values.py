@@ -6,7 +6,7 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.resp import RedisCall, read_string_head
 from kvhold.tiers.redis.split import HEAD_BYTES, looks_like_head
 
-_DRAIN_BYTES = 4 << 20
+_DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
 
 
 class ReadWhole(RedisCall):

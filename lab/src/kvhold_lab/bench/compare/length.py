@@ -14,7 +14,7 @@ from kvhold_lab.engines.prompts import make_prompt
 LENGTHS = (1_100, 600)
 
 _MOST_S = 45 * 60
-_AROUND = 1.3
+_AROUND = 1.3  # time of a visit / time to compute its prompts
 _SEEDS = range(999_990, 999_993)
 
 

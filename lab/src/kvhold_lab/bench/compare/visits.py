@@ -30,7 +30,7 @@ VISITING = (
 )
 
 _FIRST_DOCUMENT = 1_000_000
-_ALL_ASKED = 12
+_ALL_ASKED = 12  # about as many engines as get a prompt by default
 
 
 @dataclass(frozen=True)

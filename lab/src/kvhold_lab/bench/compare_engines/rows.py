@@ -21,7 +21,7 @@ LOWER_TIERS = (*DISKS, REDIS)
 
 _THEIRS = tuple(name for name in SYSTEMS if name not in OURS)
 _OF_SERVER, _OF_BEST = "the best of its servers", "its best mode"
-_AT_MOST = {
+_AT_MOST = {  # (operation, tier) -> the peers, the largest ratio
     **{(operation, "ram"): (_OF_SERVER, 0.5) for operation in (STORE, RETRIEVE)},
     **{
         (operation, tier): (_OF_BEST, 0.6)

@@ -9,7 +9,7 @@ import msgspec
 from kvhold.core.errors import UNDECODABLE
 from kvhold_lab.bench.load.work import Reply
 
-_LONGEST_EVENT = 16 << 20
+_LONGEST_EVENT = 16 << 20  # bytes; vLLM's first event may repeat the prompt's ids
 
 
 class BadStream(ValueError):

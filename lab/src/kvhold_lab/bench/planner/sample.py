@@ -13,7 +13,7 @@ import numpy as np
 from kvhold.core.errors import ConfigError
 from kvhold_lab.simulate.requests import TraceRequest, read_requests
 
-CHUNK = 64
+CHUNK = 64  # tokens; the trace has 512
 MOST_CHUNKS = 60
 _TOKENS = (10, 8000)
 

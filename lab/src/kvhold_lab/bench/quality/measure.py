@@ -12,7 +12,7 @@ from kvhold_lab.bench.quality.model import Bits, QualitySubject
 from kvhold_lab.bench.quality.passing import Passed, through
 from kvhold_lab.bench.quality.tasks import KINDS, NO_KIND, Exams
 
-LEAST_ACCURACY = 0.5
+LEAST_ACCURACY = 0.5  # below this a drop says nothing
 
 _NAMES = {mark: name for name, mark in KINDS.items()}
 

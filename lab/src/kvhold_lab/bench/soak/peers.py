@@ -36,11 +36,11 @@ SPACE = Namespace(
         tokens_per_chunk=16,
     ),
 )
-_PROMPTS = 200
+_PROMPTS = 200  # of up to 1,000 tokens, 1 MB each: several times one node's memory
 _MOST_TOKENS = 1000
 _RAM_BYTES = 32 << 20
 _CALL_S, _ARRIVAL_S = 5.0, 5.0
-_SLACK_S = 10.0
+_SLACK_S = 10.0  # two cores for all nodes
 _PATIENCE_S = 60.0
 _CHAOS_S = (0.3, 2.0)
 _STOP_S = 20.0

@@ -14,7 +14,7 @@ from kvhold_lab.bench.load.work import Phase, Request, Session, Turn
 
 FIRST, LATER = "first", "later"
 _FEWEST_TOKENS = 16
-_TAG = 0xC4A7
+_TAG = 0xC4A7  # other draws of the same seed
 _QUESTIONS_OF_A_USER = 1 << 20
 
 
