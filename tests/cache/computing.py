@@ -12,7 +12,7 @@ from kvhold.core.config import Config
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait
 from kvhold.memory.slab import size_class
 from tests.cache.laws import assert_counters_reconcile, finish_chores
 from tests.cache.scripted import arena_of
@@ -42,11 +42,12 @@ def intent_of(
     waits: bool = True,
     announces: bool = True,
     load_byte_s: float = 0.0,
+    handover: HandoverWait | None = None,
 ) -> ComputeIntent:
     cost = ComputeCost(
         "request", num_tokens, computed, step, token_s=token_s, load_byte_s=load_byte_s
     )
-    return ComputeIntent(cost, waits=waits, announces=announces)
+    return ComputeIntent(cost, waits=waits, announces=announces, handover=handover)
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Engines that announce chunks and wait for each other's, as a state machine."""
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -14,9 +16,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvhold.cache.computing import AnnouncementWait, Wait
 from kvhold.core.api import Found
 from kvhold.core.keys import Prompt
-from kvhold.core.planning import ComputeIntent
+from kvhold.core.planning import ComputeIntent, HandoverWait
 from kvhold.core.reasons import WHOLE
 from tests.cache.computing import LATE, NOTHING, PLAIN, SPACE, STEP, TEXT, cache_of, intent_of
 from tests.cache.laws import assert_counters_reconcile, finish_chores
@@ -29,7 +32,17 @@ class Engines(RuleBasedStateMachine):
     owners = st.sampled_from(("a", "b", "c", "d"))
     prompts = st.tuples(st.sampled_from((0, 1)), st.sampled_from((9, 21, 30, 42)))
     intents = st.sampled_from(
-        (None, {}, {}, {"step": STEP}, {"token_s": 0.0}, {"token_s": 0.3}, {"announces": False})
+        (
+            None,
+            {},
+            {},
+            {"step": STEP},
+            {"token_s": 0.0},
+            {"token_s": 0.3},
+            {"announces": False},
+            {"handover": HandoverWait(4.0)},
+            {"handover": HandoverWait(4.0, 1.0), "waits": False, "announces": False},
+        )
     )
 
     @initialize(target=tickets)
@@ -46,11 +59,11 @@ class Engines(RuleBasedStateMachine):
         changes=intents,
     )
     def lookup(
-        self, owner: str, prompt: tuple[int, int], changes: dict[str, float] | None
+        self, owner: str, prompt: tuple[int, int], changes: dict[str, Any] | None
     ) -> Found | MultipleResults[Found]:
         text, length = prompt
         named = SPACE.prompt((TEXT if text else TEXT[:12] + TEXT)[:length])
-        intent = None if changes is None else intent_of(length, **changes)  # type: ignore[arg-type]
+        intent = None if changes is None else intent_of(length, **changes)
         found = self.cache.state.lookup(owner, named.query(), intent=intent)
         assert not (found.waits and found.announcement), "a waiting lookup announces nothing"
         if found.waits:
@@ -80,7 +93,9 @@ class Engines(RuleBasedStateMachine):
             assert not settle
             known_s = intent.cost.token_s or 0.3  # the slowest of the others
             waited_s = self.cache.now_s - self.began_s[found.ticket]
-            assert waited_s <= 3 * LATE * prompt.num_tokens * known_s, "of two waits"
+            handover_s = intent.handover.timeout_s if intent.handover is not None else 0.0
+            others_s = 3 * LATE * prompt.num_tokens * known_s if intent.waits else 0.0
+            assert waited_s <= handover_s + others_s, "of two waits"
             return
         self.final(again, prompt)
         self.cache.state.release(owner, found.ticket)
@@ -130,13 +145,17 @@ class Engines(RuleBasedStateMachine):
             for held in computing._by_owner.values()
             for announcement in held.values()
         ) == len(announced), "one announcement a chunk"
+        num_expecting = 0
         for search in self.cache.state._searches._searches.values():
-            if (wait := search.wait) is not None:
+            wait = search.wait
+            num_expecting += isinstance(wait, AnnouncementWait)
+            if isinstance(wait, Wait):
                 assert wait.announcement.owner != search.owner
                 assert wait in wait.announcement.waits
                 assert wait.is_broken or all(
                     announced.get(name) is wait.announcement for name in wait.names
                 )
+        assert num_expecting == computing._num_expecting
         assert_counters_reconcile(self.cache.state)
 
     def teardown(self) -> None:
