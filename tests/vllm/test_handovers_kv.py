@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 from kvhold_lab.mini_engine import MiniEngine
+from tests.vllm.handing import DECODER, NIXL, PREFILLER
 from tests.vllm.scheduling import NodeProcess, eventually
-from tests.vllm.test_handovers import DECODER, NIXL, PREFILLER
 from tests.vllm.test_mini_engine import (
     BLOCKS,
     FEW,
