@@ -3,7 +3,7 @@
     status = cache.status(); status["used_bytes"]      # CacheStatus
     client.status()["pid"]                             # NodeStatus, as in `kvhold status --json`
 
-The values are dicts, as they are printed as JSON. docs/node.md has a table of these fields.
+The values are dicts, as they are printed as JSON. docs/api.md shows these docstrings.
 """
 
 from collections.abc import Mapping
