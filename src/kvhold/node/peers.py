@@ -26,7 +26,9 @@ _STATE, _START_TIME = 0, 19  # of /proc/PID/stat
 
 @dataclass(frozen=True)
 class SocketPeer:
-    """pid:   0: in another PID namespace
+    """The process at the other end.
+
+    pid:   0: in another PID namespace
     start: in kernel clock ticks, because pids recur; None: unknown
     """
 

@@ -1,7 +1,4 @@
-"""Known namespaces, running re-encodings and their owners.
-
-Engines make a namespace known, because its digest does not show error budget and tenant. No I/O.
-"""
+"""Known namespaces, running re-encodings and their owners. No I/O."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
