@@ -21,9 +21,10 @@ _MOST_REENCODINGS = 64
 
 @dataclass(frozen=True)
 class ReencodableTier:
-    """refusal:     why its chunks cannot be re-encoded
-    lossy_below: a lower tier with lossy frames. Chunks promoted from there have lost precision,
-        which their frames here do not show
+    """A tier to re-encode.
+
+    refusal:     why its chunks cannot be re-encoded
+    lossy_below: a lower tier with lossy frames: promoted chunks may have lost precision
     """
 
     number: int
