@@ -1,7 +1,6 @@
 """The process at the other end of a Unix socket.
 
-A forked child may keep a dead process's socket open, so the node also asks the kernel. A device
-copies until its file is closed, so `watch` waits for the end of the whole process.
+A forked child may keep a dead process's socket open, so the node also asks the kernel.
 """
 
 import asyncio
