@@ -1,6 +1,6 @@
 """Serves this node's chunks and changes to its followers, read-only.
 
-Their bytes are limited, in total and per peer (`byte_budget.py`). One event loop, in
+The bytes in flight are limited, in total and per peer (`byte_budget.py`). One event loop, in
 `peer_thread.py`.
 """
 
