@@ -1,7 +1,6 @@
 """Divides a loop's long work into short steps.
 
-A unit of work is about one microsecond. Units are counted, so equal calls make equal steps. A
-node's step also ends after a time, for slow machines.
+A unit of work is about one microsecond.
 """
 
 import time

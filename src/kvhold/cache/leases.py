@@ -35,7 +35,9 @@ _MOST_ABANDONED = 300  # per step
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """offsets:    `[group][chunk]`; ABSENT: missing
+    """The answer to a claim.
+
+    offsets:    `[group][chunk]`; ABSENT: missing
     num_tokens: `[chunk]`
     checksums:  `[group]`; packed, of the present chunks
     """

@@ -5,8 +5,7 @@
     arriving -> chunks are read and pinned; the hit may still grow
     settled  -> the hit has a ticket (`leases.py`), or there is none
 
-A lookup announces the chunks that its engine will compute. Between two steps, it may be released or
-cleared. No I/O.
+Between two steps, a lookup may be released or cleared. No I/O.
 """
 
 from collections.abc import Callable, Iterable, Iterator

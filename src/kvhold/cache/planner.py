@@ -40,7 +40,9 @@ IN_RAM = -1
 
 @dataclass(frozen=True)
 class ChunkPlaces:
-    """here:    the hit in memory alone
+    """The places of a prompt's chunks.
+
+    here:    the hit in memory alone
     extent:  the hit in memory and tiers
     nbytes:  `[chunk]`, over all groups and shards
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
@@ -57,7 +59,9 @@ class ChunkPlaces:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """chunks:     number to request now
+    """The loads of one lookup.
+
+    chunks:     number to request now
     wait_s:     until all planned chunks have arrived
     more_bytes: `{tier: bytes}` to request later
     """

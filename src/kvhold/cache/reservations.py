@@ -1,8 +1,7 @@
 """Reserves memory for missing chunks. A writer fills it, then commits or abandons it.
 
-A writer abandons only after it has stopped writing. After `stalled_after_s`, another writer may
-reserve the same chunks in other memory; the first one's late commit is ignored. So memory never has
-two owners, and a key never two entries. No I/O.
+After `stalled_after_s`, another writer may reserve the same chunks in other memory; the first one's
+late commit is ignored. So memory never has two owners, and a key never two entries. No I/O.
 """
 
 import time
@@ -39,7 +38,9 @@ _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 @dataclass(frozen=True)
 class Grant:
-    """reservation: 0: nothing was granted
+    """Reserved memory.
+
+    reservation: 0: nothing was granted
     offsets:     `[group][chunk]`; ABSENT: not granted
     """
 
@@ -49,7 +50,9 @@ class Grant:
 
 @dataclass
 class ReservedChunks:
-    """chunks:      `{chunk number: entries of the granted groups}`
+    """The chunks of a reservation.
+
+    chunks:      `{chunk number: entries of the granted groups}`
     is_given_up: others may reserve the same chunks at once
     """
 

@@ -1,9 +1,4 @@
-"""The value of keeping a chunk, per byte, by the setting `policy_for`:
-
-tokens: its number of tokens
-bytes:  its number of bytes, so all chunks are equal
-ttft:   the seconds to compute it, less the seconds to load it from memory; at most the seconds to
-    read it from the fastest tier
+"""The value of keeping a chunk, per byte, by the setting `policy_for` (docs/tiers.md).
 
 Values are classes of half an octave (`tiers/policies/base.py`); the first above 0 becomes
 `NEUTRAL`. Pure.

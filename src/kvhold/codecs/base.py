@@ -12,7 +12,7 @@ from kvhold.core.layout import Layout
 class Codec(Protocol):
     """A stateless transform. The class takes no arguments; threads share the object.
 
-    A layer always encodes to the same bytes. They contain every setting that a decoder needs.
+    A layer always encodes to the same bytes.
 
     name:        1 to 16 visible ASCII characters; each format needs its own, because frames last
     error_bound: limit of a layer's largest |decoded - original| / largest |original|

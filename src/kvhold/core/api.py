@@ -63,7 +63,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def namespace(self) -> bytes:
-        """The digest of its namespace."""
+        """Its namespace's digest."""
         return self.key[:NAMESPACE_BYTES]
 
 
@@ -206,10 +206,9 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
     `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
 
     stopped:     why it ended early; else empty
-    over_budget: `replaced` or `same`, with a more exact codec than requested: their namespace
-                 allows less loss
+    over_budget: written with a more exact codec than requested: the namespace allows less loss
     same:        already encoded as requested
-    kept_lossy:  encoded by another lossy codec: a chunk loses precision only once
+    kept_lossy:  encoded by another lossy codec
     missing:     deleted or expired since they were listed
     bad:         failed a check, and were removed
     unknown:     their layout is not registered, or their codec is not installed
@@ -360,8 +359,7 @@ class Cache(Protocol):
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         """Forget everything, or one namespace, in memory and in all writable tiers.
 
-        Waits until it is done. Returns the number of chunks in memory. Pinned chunks are freed
-        later.
+        Returns the number of chunks in memory. Pinned chunks are freed later.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -384,11 +382,9 @@ class Cache(Protocol):
     ) -> Reencoding:
         """Re-encode the stored chunks of a tier, in the background, online, one call after another.
 
-        A smaller codec compresses; `raw` or `lossless` decompresses.
-
         namespace: only its chunks (digest). None: of all that were registered or stored to since
                    the start
-        query:     only the chunks of this prompt
+        query: only the chunks of this prompt
 
         `lossless` replaces a lossy codec where the namespace allows no loss. A lossy codec never
         re-encodes a chunk of another one.

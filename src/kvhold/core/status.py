@@ -3,7 +3,7 @@
     status = cache.status(); status["used_bytes"]      # CacheStatus
     client.status()["pid"]                             # NodeStatus, as in `kvhold status --json`
 
-The values are dicts, as they are printed as JSON. docs/node.md has a table of these fields.
+The values are dicts, as they are printed as JSON. docs/api.md shows these docstrings.
 """
 
 from collections.abc import Mapping
@@ -52,26 +52,26 @@ class ScrubStatus(TypedDict):
 
 
 class FollowedPeerStatus(TypedDict):
-    """A peer that this node follows.
+    """A peer that this node follows. Rates are of the last minute.
 
-    address:            its address, as in the tier's URL or in the directory
-    name:               name of its host; empty: not known
+    address:            as in the tier's URL or in the directory
+    name:               its host; empty: not known
     state:              following, paused, away, refused, connecting, itself or elsewhere
     cause:              why it is paused, away or refused, in one word; else empty
-    by_bus:             its changes come over the bus now, not over a connection
+    by_bus:             its changes come over the bus now
     state_s:            seconds in this state
     incarnation:        random number of its start; 0: not known
-    version:            its version of kvhold; empty: not known
+    version:            of kvhold; empty: not known
     chunks:             its chunks in the index
-    events:             changes that it has told
-    events_per_s:       of the last minute
+    events:             its changes
+    events_per_s:       changes a second
     loads:              gets that the peer was asked for
-    loads_per_s:        of the last minute
+    loads_per_s:        gets a second
     loaded_chunks:      chunks that the peer sent
     loaded_bytes:       bytes of frames that the peer sent
-    loaded_bytes_per_s: of the last minute
+    loaded_bytes_per_s: bytes a second
     absent_chunks:      chunks that it had evicted when they were asked for
-    last_load_s:        duration of the last answered get, in seconds; null: none yet
+    last_load_s:        seconds of the last answered get; null: none yet
     median_load_s:      median of the last 64; null: none yet
     last_fault:         latest fault; empty: none
     last_fault_ago_s:   seconds since then; null: none
@@ -103,15 +103,15 @@ class FollowedPeerStatus(TypedDict):
 class FollowedPeersStatus(TypedDict):
     """The peers of a tier.
 
-    directory:  where the list of peers comes from; empty: the tier's URL
-    list_age_s: seconds since the list was read; null: it was not, or it is in the URL
-    list_fault: what was wrong when it was read last; empty: nothing
-    registered: the address under which this node is registered in the directory; empty: it is not
-    bus:        the bus by which changes come; empty: a connection to each peer
-    bus_fault:  why the bus cannot be read now; empty: it can
-    bus_ignored: records on the bus that were ignored: forged, damaged, or of unknown nodes
-    chunks:     chunks in the index of all peers
-    peers:      one object per peer, in the order of their numbers
+    directory:   where the list of peers comes from; empty: the tier's URL
+    list_age_s:  seconds since the list was read; null: it was not, or it is in the URL
+    list_fault:  fault of the latest read; empty: none
+    registered:  this node's address in the directory; empty: none
+    bus:         the bus by which changes come; empty: a connection to each peer
+    bus_fault:   why the bus cannot be read now; empty: it can
+    bus_ignored: ignored records: forged, damaged, or of unknown nodes
+    chunks:      chunks in the index of all peers
+    peers:       by number
     """
 
     directory: str
@@ -128,7 +128,7 @@ class FollowedPeersStatus(TypedDict):
 class TierPeersStatus(TypedDict, total=False):
     """The peers of a tier. Absent in other tiers.
 
-    followed_peers: other nodes that the tier reads; absent in other tiers than peers
+    followed_peers: other nodes that the tier reads
     """
 
     followed_peers: FollowedPeersStatus
@@ -137,8 +137,8 @@ class TierPeersStatus(TypedDict, total=False):
 class TierStatus(TierPeersStatus):
     """One tier.
 
-    name:           its name, unique in its cache
-    kind:           kind of tier, such as `disk`
+    name:           unique in its cache
+    kind:           such as `disk`
     available:      in use; false: skipped after faults, until it answers again
     last_fault:     latest fault; empty: none
     stuck_calls:    abandoned calls that still hold memory
@@ -146,7 +146,7 @@ class TierStatus(TierPeersStatus):
     shared:         other processes may read, write and delete its chunks
     replaces:       can be re-encoded
     read_only:      never written to
-    pending_clears: number of clears that are not done yet
+    pending_clears: clears that are not done yet
     used_bytes:     bytes of its chunks; null: unknown
     index_bytes:    bytes of its index in memory; null: it has none
     """
@@ -181,8 +181,8 @@ class CacheTierStatus(TierStatus):
 class TiersStatus(TypedDict, total=False):
     """The tiers of a cache. Absent where it has none.
 
-    tiers:         one object per tier, in their order; absent without tiers
-    tier_counters: metrics of the tiers; absent without tiers
+    tiers:         in their order
+    tier_counters: metrics of the tiers
     """
 
     tiers: list[CacheTierStatus]
@@ -192,18 +192,18 @@ class TiersStatus(TypedDict, total=False):
 class StateStatus(TypedDict):
     """The state machine of a cache.
 
-    arena_bytes:     size of the arena, in bytes
-    used_bytes:      arena bytes in use
-    chunks:          chunks in memory, reserved ones included
-    pinned_chunks:   chunks that hits, leases or transfers hold in memory
-    clearing_chunks: cleared chunks whose memory is not yet free
-    arriving_chunks: chunks whose memory is in use by reads of tiers
-    announced_chunks: whole chunks that engines have announced to compute, and not stored yet
-    reencodings:     running and waiting re-encodings
-    write_behind:    chunks on their way to tiers
-    namespaces:      arena bytes in use, by the digest of their namespace
-    held:            holdings of callers
-    counters:        metrics of the cache, and of its node
+    arena_bytes:      size of the arena
+    used_bytes:       arena bytes in use
+    chunks:           in memory, reserved ones included
+    pinned_chunks:    chunks that hits, leases or transfers hold in memory
+    clearing_chunks:  cleared chunks whose memory is not yet free
+    arriving_chunks:  chunks whose memory is in use by reads of tiers
+    announced_chunks: whole chunks that engines compute, not stored yet
+    reencodings:      running and waiting re-encodings
+    write_behind:     chunks on their way to tiers
+    namespaces:       arena bytes in use, by the digest of their namespace
+    held:             holdings of callers
+    counters:         metrics of the cache, and of its node
     """
 
     arena_bytes: int
@@ -232,11 +232,11 @@ class CacheStatus(StateStatus, TiersStatus):
 
 
 class LoopStatus(TypedDict):
-    """The node's event loop.
+    """The node's event loop. A turn is an uninterrupted run.
 
-    longest_turn_s:            longest turn since the start, in seconds
-    recent_longest_turn_s:     longest turn since the previous status, in seconds
-    recent_longest_turn_cpu_s: longest CPU time of a turn since the previous status, in seconds
+    longest_turn_s:            since the start
+    recent_longest_turn_s:     since the previous status
+    recent_longest_turn_cpu_s: the same, in CPU time
     """
 
     longest_turn_s: float
@@ -247,8 +247,8 @@ class LoopStatus(TypedDict):
 class ClientStatus(TypedDict):
     """One client.
 
-    name:     its name, such as `vllm` or `kvhold status`
-    pid:      ID of its process
+    name:     such as `vllm` or `kvhold status`
+    pid:      of its process
     silent_s: seconds since its latest message
     """
 
@@ -260,15 +260,15 @@ class ClientStatus(TypedDict):
 class ServedPeerStatus(TypedDict):
     """A node that reads this node's chunks.
 
-    address:         its address, with its port if it serves peers, too; `others`: beyond 32 peers
-    name:            name of its host; empty: not known
+    address:         with its port if it serves peers, too; `others`: beyond 32 peers
+    name:            its host; empty: not known
     connections:     its connections; 0: it has left
     follows:         it receives the changes of this node
     state_s:         seconds since it came, or left
     chunks:          chunks sent to the peer
     absent_chunks:   chunks that it asked for in vain
     bytes:           bytes of frames sent to the peer
-    bytes_per_s:     of the last minute
+    bytes_per_s:     in the last minute
     in_flight_bytes: bytes that are pinned, or in buffers, while they are sent
     """
 
@@ -307,9 +307,9 @@ class ServedPeersStatus(TypedDict):
     connections:     connections of other nodes
     chunks:          chunks that other nodes can find here
     index_bytes:     bytes of the index of these chunks
-    in_flight_bytes: bytes of chunks that are pinned, or in buffers, while they are sent
-    peers:           one object per node that reads here, or has read
-    refused:         one object per refused host, the latest first; at most 16
+    in_flight_bytes: bytes that are pinned, or in buffers, while they are sent
+    peers:           nodes that read here, or have read
+    refused:         at most 16 hosts, the latest first
     counters:        metrics of the service
     """
 
@@ -327,7 +327,7 @@ class ServedPeersStatus(TypedDict):
 class NodePeersStatus(TypedDict, total=False):
     """The service of a node for other nodes. Absent without `peers.listen`.
 
-    served_peers: service for other nodes; absent without `peers.listen`
+    served_peers: the service
     """
 
     served_peers: ServedPeersStatus
@@ -336,15 +336,15 @@ class NodePeersStatus(TypedDict, total=False):
 class NodeStatus(CacheStatus, NodePeersStatus):
     """A node.
 
-    version:        version of kvhold
+    version:        of kvhold
     protocol:       version of the protocol between nodes and clients
-    pid:            ID of its process
-    socket:         path of its socket
+    pid:            of its process
+    socket:         its path
     uptime_s:       seconds since its start
-    resident_bytes: its memory without the arena, in bytes
+    resident_bytes: its memory without the arena
     huge_pages:     the arena is in huge pages
     loop:           event loop
-    clients:        one object per client
+    clients:        one per client
     """
 
     version: str
@@ -361,11 +361,11 @@ class NodeStatus(CacheStatus, NodePeersStatus):
 class CentralStatus(TypedDict):
     """A central store.
 
-    arena_bytes:   size of the arena, in bytes
+    arena_bytes:   size of the arena
     used_bytes:    arena bytes in use
     values:        values in memory
     writing_bytes: bytes of values that are being written to tiers
-    tiers:         one object per tier, in their order
+    tiers:         in their order
     counters:      metrics of the store and its tiers
     """
 

@@ -1,8 +1,8 @@
 """Copy KV between an engine's blocks (a view) and chunks in the arena.
 
-Three workers give the same bytes: numba for host memory, Triton for a GPU that can address the
-arena, and the reference. On a device a copy follows the current stream, and may end after the call.
-Any thread; concurrent calls must not write the same bytes.
+Numba (host memory), Triton (GPU) and the reference give the same bytes. On a device a copy follows
+the current stream, and may end after the call. Any thread; concurrent calls must not write the same
+bytes.
 """
 
 import logging

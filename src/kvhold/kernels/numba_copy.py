@@ -1,7 +1,6 @@
 """The copy in host memory: compiled loops over raw addresses, without the GIL.
 
-Threads take tiles (a run of a plane) from one atomic counter, so a delayed thread costs only its
-share. They are our own: numba's pool and torch's OpenMP starve each other.
+Threads take tiles (a run of a plane) from one atomic counter.
 """
 
 import os

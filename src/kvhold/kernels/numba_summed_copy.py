@@ -1,8 +1,4 @@
-"""The copy in host memory with each layer's checksum: bytes cross memory once.
-
-Streamed bytes are hashed in the registers that they are copied through, other pieces in the core's
-cache after the copy.
-"""
+"""The copy in host memory with each layer's checksum: bytes cross memory once."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
-"""XXH3-64 for compiled loops: fold stripes of 64 bytes into a state, then finish it.
+"""XXH3-64 for compiled loops, of more than SHORT_BYTES bytes, with the default secret and no seed.
 
-For inputs of more than SHORT_BYTES bytes, with the default secret and no seed.
 Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 """
 

@@ -1,8 +1,6 @@
 """The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
 
-A copy of host memory has few programs: each keeps its multiprocessor while it waits for the bus.
-Numbers of runs and tiles are not specialised, so no copy compiles after `prepare`. With
-TRITON_INTERPRET=1 at import, the kernel runs on host memory.
+No copy compiles after `prepare`. With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,6 @@
 """The arena: one region of host memory that the node owns and engines map.
 
-The first write to a page is slow (1.4 GB/s, later 5 GB/s), so the owner's `Toucher` faults pages
-in. The memory stays while any process maps it.
+The memory stays while any process maps it.
 """
 
 import ctypes

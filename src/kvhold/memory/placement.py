@@ -1,8 +1,4 @@
-"""Where threads run and where memory lies: cores and NUMA nodes.
-
-An engine (vLLM on CPUs) may bind threads to single cores and memory to one NUMA node. kvhold's
-threads inherit both, and would compete with it. Linux only. Any thread.
-"""
+"""Where threads run and where memory lies: cores and NUMA nodes. Linux only. Any thread."""
 
 import ctypes
 import logging

@@ -1,8 +1,7 @@
 """Divide a range of bytes among objects.
 
 A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
-*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first.
-Not thread-safe.
+*slabs* of equal slots. Not thread-safe.
 """
 
 from bisect import bisect_left, insort

@@ -5,10 +5,9 @@ carries gets, or one Follow.
 
 A **get** is answered by PeerValues, each followed by the values' bytes, in the order of the keys.
 
-A **follow** is answered by a stream: a snapshot's pages, unless the node still has all events after
-the follower's number, and then events. Each change has the next number. A follower whose number is
-not `after` has missed changes and follows again. A node sends an empty Happened after `BEAT_S`
-without an event.
+A **follow** is answered by a snapshot's pages, unless the node still has all events after the
+follower's number, and then events. A follower whose number is not `after` has missed changes and
+follows again. A node sends an empty Happened after `BEAT_S` without an event.
 """
 
 from typing import Union

@@ -3,9 +3,6 @@
 Any thread may call. A call past its deadline raises DeadlineExceeded; the connection stays in use.
 Calls raise NodeError at once when the node has owed an answer for `client.call_timeout_s`, or has
 ended. A thread then joins the next node.
-
-A broken connection closes after its last lease or reservation, so the node never reuses memory that
-a caller writes to.
 """
 
 import logging

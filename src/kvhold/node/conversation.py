@@ -21,7 +21,9 @@ _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 
 
 class Call:
-    """grants: the answer grants something to release
+    """A call.
+
+    grants: the answer grants something to release
     keep:   send the request even if its caller has given up
     """
 

@@ -1,8 +1,4 @@
-"""Keep Python's garbage collector from stopping a node's loop.
-
-With a million chunks, a full collection takes half a second. Chunks, names and requests are in no
-cycles and need none.
-"""
+"""Keep Python's garbage collector from stopping a node's loop: chunks are in no cycles."""
 
 import gc
 import sys

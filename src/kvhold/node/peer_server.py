@@ -1,7 +1,7 @@
 """Serves this node's chunks and changes to its followers, read-only.
 
-Values go from the pinned chunk to the socket without a copy in Python. Their bytes are limited, in
-total and per peer (`byte_budget.py`). One event loop, in `peer_thread.py`.
+The bytes in flight are limited, in total and per peer (`byte_budget.py`). One event loop, in
+`peer_thread.py`.
 """
 
 import asyncio

@@ -1,8 +1,4 @@
-"""The thread and event loop that serve a node's peers.
-
-The node's loop only pins chunks, at most 128 in a turn, so engines wait neither for a peer's
-network nor for its encryption.
-"""
+"""The thread and event loop that serve a node's peers. The node's loop only pins chunks."""
 
 import asyncio
 import threading

@@ -1,7 +1,6 @@
 """The process at the other end of a Unix socket.
 
-A forked child may keep a dead process's socket open, so the node also asks the kernel. A device
-copies until its file is closed, so `watch` waits for the end of the whole process.
+A forked child may keep a dead process's socket open, so the node also asks the kernel.
 """
 
 import asyncio
@@ -26,7 +25,9 @@ _STATE, _START_TIME = 0, 19  # of /proc/PID/stat
 
 @dataclass(frozen=True)
 class SocketPeer:
-    """pid:   0: in another PID namespace
+    """The process at the other end.
+
+    pid:   0: in another PID namespace
     start: in kernel clock ticks, because pids recur; None: unknown
     """
 

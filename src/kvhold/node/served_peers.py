@@ -22,7 +22,10 @@ OTHERS = "others"
 
 
 class ServedPeer:
-    """address: with its port, if it serves peers"""
+    """A node that reads here.
+
+    address: with its port, if it serves peers
+    """
 
     def __init__(
         self, address: str, name: str, metrics: Metrics, clock: Callable[[], float]

@@ -1,7 +1,6 @@
 """The daemon of one host: an arena, an index, and engines as clients.
 
-One loop serves the clients; long work takes several turns. Other threads fault in the arena, scrub
-chunks, and use the lower tiers. Engines map the arena and copy. The Unix socket has mode 0600.
+One loop serves the clients; long work takes several turns. The Unix socket has mode 0600.
 """
 
 import _thread

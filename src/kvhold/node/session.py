@@ -1,7 +1,4 @@
-"""The node's side of one client, as a state machine without I/O.
-
-A session owns its client's holdings until the connection ends.
-"""
+"""The node's side of one client, as a state machine without I/O."""
 
 import math
 from collections.abc import Callable, Iterator

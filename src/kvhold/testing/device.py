@@ -1,7 +1,6 @@
 """A device whose streams run late, in a seeded order, so a missing event or wait gives wrong bytes.
 
-Only events order streams. Nothing runs by itself: a waiting caller runs random streams until its
-event has fired. Thread-safe.
+A waiting caller runs random streams until its event has fired. Thread-safe.
 """
 
 import ctypes

@@ -257,7 +257,6 @@ async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool
 def check_lengths(
     keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
 ) -> None:
-    """Raise ValueError for lists of unequal length."""
     if len(keys) != len(into):
         raise ValueError(f"{len(keys)} keys, {len(into)} buffers")
     if starts is not None and len(starts) != len(keys):
@@ -272,7 +271,6 @@ def raise_if_all_failed(answers: Sequence[object]) -> None:
 
 
 def size_of(parts: Parts) -> int:
-    """Return the bytes in all parts."""
     return sum(part.nbytes for part in parts)
 
 

@@ -65,7 +65,9 @@ _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 @dataclass(frozen=True)
 class Rule:
-    """nth: only the n-th call, or value, counted from 1
+    """A rule.
+
+    nth:   only the n-th call, or value, counted from 1
     error: a key of ERRORS
     """
 

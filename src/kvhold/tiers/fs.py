@@ -4,7 +4,7 @@
     <hh>/<key>                a value; hh is a byte of the key
 
 A temporary file is linked to its final name, which never overwrites; without links, renamed if no
-value exists. A replacement exchanges two files' names: not on all network file systems.
+value exists.
 """
 
 import logging

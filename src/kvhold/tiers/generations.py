@@ -3,8 +3,7 @@
 Marker n: generation n has begun. A search from 0 probes all numbers a power of two ahead, goes to
 the largest marker, and repeats. Probes ask for the next marker; hosts restore evicted ones.
 
-The `_MOST_USED` namespaces last used stay known, and those with chunks in memory. `learned` is
-called before any key gets a newer name.
+The `_MOST_USED` namespaces last used stay known, and those with chunks in memory.
 """
 
 import math

@@ -1,11 +1,11 @@
 """The InfiniStore tier's logic: values in a store of RDMA blocks.
 
-The store knows no sizes, overwrites blocks, answers one code per batch, and evicts single blocks.
-So a value has equal blocks under names that only this put uses, and a *head*: a small block under
-the key's own name with the size and the put's name, written last.
+The store knows no sizes, overwrites blocks, and evicts single ones. So a value has equal blocks
+under names that only this put uses, and a *head*: a small block under the key's own name with the
+size and the put's name, written last.
 
-A slot of registered memory belongs to its operation until the end, else its connection is given up
-after seconds. One event loop; one thread blocks; a client thread reports completions.
+A slot of registered memory belongs to its operation until the end. One event loop; one thread
+blocks; a client thread reports completions.
 """
 
 import asyncio
@@ -72,7 +72,10 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """slot_bytes: of one request, a multiple of `block_bytes`."""
+    """The sizes of blocks and slots.
+
+    slot_bytes: of one request, a multiple of `block_bytes`
+    """
 
     root: str
     block_bytes: int
@@ -115,7 +118,7 @@ class _Refused(Exception):
 
 
 class BlockTier:
-    """`connect` runs in the tier's thread. It raises TierError."""
+    """A tier over RDMA blocks. `connect` runs in the tier's thread. It raises TierError."""
 
     traits: ClassVar[TierTraits] = TierTraits(name="infinistore", shared=True)
 

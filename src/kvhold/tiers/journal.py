@@ -8,9 +8,8 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
 - a clear that ended without a folder: the folder's line, the prefix in hex
 
-A clear that ended while a folder, such as an unmounted disk, was away is pending again when it is
-back. A new place may be any store under another URL, so it gets the pending clears of all removed
-places.
+Such a clear is pending again when the folder is back. A new place gets the pending clears of all
+removed places, because it may be any store under another URL.
 
 Beyond the bounds, a private tier gets one clear of everything (`clears.py`), and clears of a shared
 tier are only logged. An invalid file gives every tier a clear of everything.
@@ -38,7 +37,7 @@ _MOST_BYTES = 16 << 20
 
 
 class ClearsJournal:
-    """`pending` is read once at the start. Await `add`, `remove` and `reach` from one loop."""
+    """The journal. Await `add`, `remove` and `reach` from one loop."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
         """Raises ConfigError if the file cannot be read or belongs to another user."""

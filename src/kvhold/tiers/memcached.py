@@ -274,7 +274,9 @@ class _Call(_Exchange):
 
 
 class _Look(_Exchange):
-    """left_s: the remaining time to live; None: for ever
+    """Looks at a value.
+
+    left_s:  the remaining time to live; None: for ever
     version: for `cas`
     """
 

@@ -27,7 +27,9 @@ class TierOutcome(Generic[Result]):
 
 @dataclass
 class Unknown:
-    """why: the reason of all keys that no tier has; None: all tiers answered
+    """The reasons why lookups know too little.
+
+    why:  the reason of all keys that no tier has; None: all tiers answered
     keys: single keys, each with the reason
     """
 

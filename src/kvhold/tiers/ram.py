@@ -33,7 +33,10 @@ _TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
 
 @dataclass(slots=True)
 class Wanted:
-    """parent: key of the prompt's previous chunk, of the same group and shard."""
+    """A chunk to reserve memory for.
+
+    parent: key of the prompt's previous chunk, of the same group and shard
+    """
 
     key: bytes
     nbytes: int
@@ -41,9 +44,11 @@ class Wanted:
 
 
 class Entry:
-    """expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
-    checksums: of the layers; empty for frames
-    epoch: number of clears before the entry
+    """A chunk in the arena.
+
+    expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
+    checksums:  of the layers; empty for frames
+    epoch:      number of clears before the entry
     """
 
     __slots__ = (

@@ -1,8 +1,4 @@
-"""Make tiers from URLs.
-
-A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`
-(`plugin://module:Class`). Only plugins in the settings are run.
-"""
+"""Make tiers from URLs. Only plugins in the settings are run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,4 @@
-"""A tier's scan as a `with`, for a caller that may leave early.
-
-Otherwise the garbage collector decides when an unfinished generator closes its resources.
-"""
+"""A tier's scan as a `with`, for a caller that may leave early."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,6 @@
 """A tier's values that must not be found: `suppressed.hides(key)`.
 
-They are cleared, but not removed yet, or unreadable: suppressed for 30 s, so that a tier below can
-deliver its copy.
+They are cleared, but not removed yet; or unreadable: suppressed for 30 s.
 
 A clear is *pending* until its values are removed. Its number keeps an earlier removal from ending a
 later clear. It is *due* when the writes from before its start have ended.
@@ -57,14 +56,14 @@ class Suppressed:
             self._due[prefix] = max(number, self._due.get(prefix, 0))
 
     def due(self, prefix: bytes) -> int:
-        """The number of the due clear; 0: none."""
+        """0: none."""
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
-        """The number of the pending clear; 0: none."""
+        """0: none."""
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:

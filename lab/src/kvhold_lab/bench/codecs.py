@@ -80,7 +80,6 @@ class CodecSample:
 
 
 def synthetic() -> CodecSample:
-    """One key channel in 32 is 8 to 16 times as large."""
     rng = np.random.default_rng(0)
     shape = (LAYERS, TOKENS, HEADS, HEAD_DIM)
     channels = (LAYERS, 1, HEADS, HEAD_DIM)

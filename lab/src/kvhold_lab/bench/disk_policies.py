@@ -1,7 +1,4 @@
-"""The index of a disk with `policy=learned` beside the one with LRU, without files.
-
-LRU uses the read of each chunk; learned uses the lookup of the prompt.
-"""
+"""The index of a disk with `policy=learned` beside the one with LRU, without files."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,4 @@
-"""Real vLLM engines that are measured, each in its own process.
-
-Identical vLLM processes differ on a CPU by up to a third, because of addresses and of glibc's
-returned memory. `alike` prevents both.
-"""
+"""Real vLLM engines that are measured, each in its own process."""
 
 import ctypes
 import os

@@ -1,8 +1,7 @@
-"""The fault matrix: the effect of each fault of each tier on a node and its client.
+"""The fault matrix: the effect of each fault of each tier on a node and its client
+(docs/faults.md).
 
-Each row checks that loaded bytes are right, that the node goes on serving, that no call exceeds its
-deadline by more than 1 s, that a clear leaves nothing, and that the fault is counted. Every byte of
-a chunk follows from its key.
+Every byte of a chunk follows from its key.
 """
 
 import os

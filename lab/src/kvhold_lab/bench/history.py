@@ -1,10 +1,7 @@
 """`kvhold bench history`: results of benchmarks, kept as rows with machine, commit and date.
 
-    kvhold bench micro --json micro.json
-    kvhold bench history --add micro.json     # append to benchmarks/history.jsonl
-    kvhold bench history --name 'retrieve*'   # a line per row and machine, oldest run first
-
-Only ratios to a limit of the same run can be compared, and only on machines of one kind.
+kvhold bench history --add micro.json     # append to benchmarks/history.jsonl
+kvhold bench history --name 'retrieve*'   # a line per row and machine, oldest run first
 """
 
 import os

@@ -1,7 +1,4 @@
-"""The index in one process: a hit, a miss, and a store, at several sizes.
-
-Limits are probes of a dict and inserts. Chunks are not written, so the arena takes no memory.
-"""
+"""The index in one process: a hit, a miss, and a store, at several sizes."""
 
 import os
 from itertools import cycle

@@ -1,8 +1,4 @@
-"""TTFT of a real vLLM whose hits come from Redis behind a slow link, by codec.
-
-One engine stores prompts; another, with its own node, finds them. Answers must be those of an
-engine without kvhold.
-"""
+"""TTFT of a real vLLM whose hits come from Redis behind a slow link, by codec."""
 
 import math
 import tempfile

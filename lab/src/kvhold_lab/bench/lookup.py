@@ -1,6 +1,4 @@
-"""A prompt's lookup through a node. The limit is hashing the same tokens and an empty round
-trip.
-"""
+"""A prompt's lookup through a node, compared with hashing and an empty round trip."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,9 +1,4 @@
-"""One overloaded node: its longest loop turns, its index sizes, and the start of a full disk.
-
-Chunks have one byte a token and are never written. Each longest turn is the median of five runs.
-The goals assume an idle machine: the first row shows how long the machine itself interrupts a busy
-thread.
-"""
+"""One overloaded node: its longest loop turns, its index sizes, and the start of a full disk."""
 
 import json
 import os

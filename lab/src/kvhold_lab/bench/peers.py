@@ -1,6 +1,4 @@
-"""Nodes that serve each other on one machine: gets, lookups, the index, and events. Limits are
-measured in turn with their rows.
-"""
+"""Nodes that serve each other on one machine: gets, lookups, the index, and events."""
 
 import asyncio
 import json

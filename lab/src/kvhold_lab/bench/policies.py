@@ -1,7 +1,4 @@
-"""The index with `policy = "learned"`, compared with LRU, at several sizes.
-
-Chunks are not written, so both memories have one arena.
-"""
+"""The index with `policy = "learned"`, compared with LRU, at several sizes."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,4 @@
-"""kvhold's import, a node's start, and a node's memory without its arena.
-
-The limit is a bare interpreter; for the node, one that imports its libraries.
-"""
+"""kvhold's import, a node's start, and a node's memory without its arena."""
 
 import subprocess
 import sys

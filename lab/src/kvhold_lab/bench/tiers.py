@@ -1,8 +1,4 @@
-"""Each tier's put and get, and in turn the plainest program for the same store.
-
-Limits: new files with O_DIRECT and through the page cache; blocking sockets and redis-py for Redis;
-obstore for S3; TCP for a central cache.
-"""
+"""Each tier's put and get, and in turn the plainest program for the same store."""
 
 import asyncio
 import mmap

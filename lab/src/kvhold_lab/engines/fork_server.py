@@ -2,8 +2,7 @@
 
     python -m kvhold_lab.engines.fork_server DESCRIPTOR
 
-On this socket of packets, `preloaded.py` sends a `Fork` and the child's descriptors, and receives
-the child's process ID. The end of the socket ends the server; children live on.
+The end of its socket of packets ends the server; children live on.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Models for the demo: Llamas with random weights of a fixed seed, and a tokenizer.
 
 Greedy output must depend on the whole context and not repeat, so attention is sharp, and the output
-layer is not tied to the embedding. On 4,000-token prompts the best logit leads by about 0.6,
-another first token moves the last logits by 0.4, and float32 noise is 2e-5.
+layer is not tied to the embedding.
 """
 
 import json

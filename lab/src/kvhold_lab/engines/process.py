@@ -1,8 +1,4 @@
-"""A child process with a log, and an error that quotes the log's end.
-
-A silent child is killed, after its threads' stacks are written to the log (faulthandler on
-SIGUSR1).
-"""
+"""A child process with a log, and an error that quotes the log's end. A silent child is killed."""
 
 import contextlib
 import os

@@ -1,7 +1,5 @@
-"""The protocol of engines in child processes: one JSON object a line, one reply to each operation.
-
-The child's pipes move to other descriptors, so an engine may print anything, and its own children
-inherit no pipe.
+"""The protocol of engines in child processes: one JSON object a line, one reply to each
+operation.
 """
 
 import faulthandler

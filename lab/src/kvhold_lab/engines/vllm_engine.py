@@ -1,7 +1,6 @@
 """A vLLM engine in this process, stepped by hand.
 
-A process has one engine, because the environment must be set before torch loads. float32 is faster
-than bfloat16 on CPUs.
+A process has one engine, because the environment must be set before torch loads.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Replays a trace on a fleet of hosts that are each other's peers.
 
-The fleet serves copies of the trace, each with its own texts. A request's host takes the beginning
-of the prompt from its memory, then from its peers, then from a shared tier; it computes the rest,
-and stores missing chunks. Memories evict the least recently used chunk. Transfers take no time.
+A request's host takes the beginning of the prompt from its memory, then from its peers, then from a
+shared tier; it computes and stores the rest. Memories evict the least recently used chunk.
 """
 
 from collections import OrderedDict

@@ -1,20 +1,5 @@
-"""Generates traces of requests, to compare policies. Equal seeds give equal traces.
-
-| name | traffic |
-|---|---|
-| `multi-turn` | chats of several turns, with a pause before each turn |
-| `documents` | some questions about each document; Zipf popularity |
-| `agents` | agents that call tools in quick succession and start short-lived subagents |
-| `shifting` | long prompts; their Zipf popularity changes every 10 minutes; a third is asked once |
-
-The worst cases for policies that may decline chunks:
-
-| name | traffic |
-|---|---|
-| `scan` | 300 prompts, Zipf popularity; every 5 minutes, 500 prompts that are asked once |
-| `loop` | the same prompts in rotation, 1,088 blocks: 68 GiB at 128 KiB a token |
-| `turnover` | Zipf popularity; in the middle, all prompts are replaced at once |
-| `new` | prompts that are all new, so no block is used again |
+"""Generates traces of requests, to compare policies (docs/sizing.md). Equal seeds give equal
+traces.
 
 Two blocks are equal if all text up to their ends is equal.
 """

@@ -1,10 +1,8 @@
 """Replays a trace like `policy_replay`, with compiled models of the policies, some sixty times
 faster.
 
-`tests/lab/simulate/test_eviction.py` compares each model with its class. A new policy needs no
-model. Two models have no class: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum
-(1966). libCacheSim's Belady is not an upper limit, because it stores chunks that are never used
-again.
+`tests/lab/simulate/test_eviction.py` compares each model with its class. Two models have no class:
+`arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
 """
 
 from typing import Any, NamedTuple

@@ -1,10 +1,10 @@
 """Replays a trace on a cache of a given size, with any class that has the methods of `Policy`.
 
 For each request, the chunks in memory are touched, the next ones are promoted from a lower tier,
-and the rest is stored. Transfers take no time. All chunks have one size and one namespace.
+and the rest is stored. All chunks have one size and one namespace.
 
-The lower tier has the same policy: below `learned`, a real disk index; below another policy that
-learns from lookups, `lru`.
+Below `learned`, the tier is a real disk index; below another policy that learns from lookups,
+`lru`.
 """
 
 import pkgutil

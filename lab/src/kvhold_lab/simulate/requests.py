@@ -4,8 +4,7 @@ The format is Mooncake's (FAST'25), one JSON object per line:
 
     {"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [0, 12, 13]}
 
-Each block of 512 tokens (by default) has an id; equal ids mean equal text. The last block may be
-short.
+Each block of 512 tokens (by default) has an id; equal ids mean equal text.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,6 @@
 """A trace of requests, cut into chunks: no text, only shared prefixes.
 
-A block is identified by its own id and all ids before it. A trace takes 4 bytes per block of each
-request, and about 120 per new block.
+A block is identified by its own id and all ids before it.
 """
 
 from array import array

@@ -1,7 +1,6 @@
 """A simulated NATS JetStream, and each host's connections (`kvhold.tiers.peers.bus`).
 
-Messages come late, or twice after a lost answer. Old ones are dropped, also by a slow reader, sent
-again, or forged. The server ends and comes back, with or without its messages. Hosts are cut off.
+Messages come late, twice, forged or not at all. The server ends and comes back.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """A simulated central cache: the real server over simulated sockets and a failing tier.
 
-A call may access only its own memory. Every damaged frame is a finding, because no fault damages
-frames here. A client without the token gets only a refusal, and the server reads few of its bytes.
+A call may access only its own memory. Every damaged frame is a finding.
 """
 
 import asyncio

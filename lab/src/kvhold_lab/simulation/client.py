@@ -1,7 +1,4 @@
-"""A simulated client: `NodeClient` with tasks for threads, and an engine that uses it.
-
-Arena access is slow, so other events come between. Any await may be interrupted.
-"""
+"""A simulated client: `NodeClient` with tasks for threads, and an engine that uses it."""
 
 import asyncio
 from collections.abc import Callable, Sequence

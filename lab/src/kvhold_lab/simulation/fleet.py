@@ -1,8 +1,6 @@
 """Simulates hosts that are each other's peers: their indexes, feeds, gets and clears.
 
-Each host is a simulation (`run.py`) with a server and a tier of peers. A clear on one host must
-reach all hosts; then none may use an older chunk. Some fleets have a bus, a directory
-(`membership.py`), hosts with two addresses, or clocks that differ.
+Each host is a simulation (`run.py`) with a server and a tier of peers.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Draw how a fleet's hosts find each other, how changes reach them, and their clocks.
-
-A generator of its own keeps the histories of simpler fleets.
-"""
+"""Draw how a fleet's hosts find each other, how changes reach them, and their clocks."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,6 +1,5 @@
 """Simulates several hosts with one shared tier. A clear on one host must reach all hosts.
 
-Each host is a simulation (`run.py`). The shared store is a dictionary or a real central cache.
 Decision 0026 has the rule, which `clears.py` checks.
 """
 

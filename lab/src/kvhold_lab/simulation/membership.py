@@ -1,8 +1,6 @@
 """Simulated directories of peers, behind the real `DnsDirectory` and `EtcdDirectory`.
 
-Nodes are listed late, and stay listed after they have left. A directory is away, silent or slow.
-DNS answers are incomplete, empty or old. In etcd, leases and keys of living nodes end, answers are
-lost, and other keys appear.
+A directory is late, incomplete, old, away, silent or slow.
 """
 
 import asyncio

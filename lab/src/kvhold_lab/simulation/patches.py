@@ -1,7 +1,6 @@
 """Mutations of the code: unified diffs against `src/` in `mutations/`.
 
-A hunk's text must occur exactly once in its file. Mutations in `rare/` need more than a few hundred
-seeds, or were never found.
+A hunk's text must occur exactly once in its file.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""One seed's simulation, from its start to the baseline.
-
-Clients work while processes are killed, calls are cancelled, tiers fail, bits flip and clocks jump.
-Then everything must come to rest.
-"""
+"""One seed's simulation, from its start to the baseline."""
 
 import asyncio
 import gc

@@ -1,7 +1,4 @@
-"""Sockets of simulated threads: bytes come late, are cut anywhere, and may never come.
-
-As with the kernel, unsent bytes are limited, and a closed socket answers with a reset.
-"""
+"""Sockets of simulated threads: bytes come late, are cut anywhere, and may never come."""
 
 import asyncio
 import errno

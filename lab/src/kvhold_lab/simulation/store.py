@@ -1,8 +1,4 @@
-"""A tier over a dictionary. Transfers are slow and in pieces, and may outlast a cancellation.
-
-A cancelled call ends after its last access to the caller's memory (`tiers/base.py`). `FaultTier`
-adds other faults.
-"""
+"""A tier over a dictionary. Transfers are slow and in pieces, and may outlast a cancellation."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -4,8 +4,7 @@
     loop.create_task(work())
     world.run(until=lambda: done, most_s=60)
 
-The seed decides which thread's loop runs its next handle; any loop may stall. All randomness comes
-from `world.random`, so a seed determines the whole history.
+All randomness comes from `world.random`, so a seed determines the whole history.
 """
 
 import asyncio

@@ -20,7 +20,10 @@ class ProbeCommand:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """layout: None: an opaque frame"""
+    """A read to make.
+
+    layout: None: an opaque frame
+    """
 
     entry: Entry
     layout: Layout | None

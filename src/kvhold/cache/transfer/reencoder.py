@@ -1,7 +1,6 @@
 """Re-encodes a tier's chunks with another codec, one at a time, after all other calls to the tier.
 
-A chunk loses precision once: a lossy frame is only re-encoded losslessly. A lossless frame does not
-show whether its chunk was lossy before.
+A lossy frame is only re-encoded losslessly.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Known namespaces, running re-encodings and their owners.
-
-Engines make a namespace known, because its digest does not show error budget and tenant. No I/O.
-"""
+"""Known namespaces, running re-encodings and their owners. No I/O."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -24,9 +21,10 @@ _MOST_REENCODINGS = 64
 
 @dataclass(frozen=True)
 class ReencodableTier:
-    """refusal:     why its chunks cannot be re-encoded
-    lossy_below: a lower tier with lossy frames. Chunks promoted from there have lost precision,
-        which their frames here do not show
+    """A tier to re-encode.
+
+    refusal:     why its chunks cannot be re-encoded
+    lossy_below: a lower tier with lossy frames: promoted chunks may have lost precision
     """
 
     number: int

@@ -1,7 +1,7 @@
 """Loads a prompt's chunks from lower tiers, and pins them on arrival.
 
-One read serves all searches for its chunk, which enters RAM even if they were released. Between two
-steps, a search may be taken or cleared. No I/O.
+One read serves all searches for its chunk. Between two steps, a search may be taken or cleared. No
+I/O.
 """
 
 from collections.abc import Callable, Sequence

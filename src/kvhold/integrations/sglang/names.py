@@ -1,7 +1,6 @@
 """Name SGLang's pages: page hashes as chunk names, the engine's settings as a namespace.
 
-Tensor parallel ranks with equal KV (MLA) share one part. blake2b (RFC 7693), salted with the
-namespace, shortens a page's hash to 20 bytes, so names tell nothing about another namespace.
+blake2b (RFC 7693), salted with the namespace, shortens a page's hash to 20 bytes.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Generate and forward with KV from the cache: `Reuse(model, cache)`.
 
-The model gets the filled cache as `past_key_values`. A prompt's last token is always computed, for
-its logits. The constructor raises errors; later faults of the cache are logged, and the model
-computes. Nothing is pinned between calls. One `Reuse` per thread.
+A prompt's last token is always computed, for its logits. The constructor raises errors; later
+faults of the cache are logged, and the model computes. One `Reuse` per thread.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Identify a model's weights by their content.
 
 The first call reads all bytes. Later calls check each tensor's address, version counter and 16
-elements (10 microseconds a tensor). A change through `.data` that misses these elements goes
-unnoticed: make a new `Weights` after it. One thread at a time.
+elements. A change through `.data` that misses these elements goes unnoticed. One thread at a time.
 """
 
 import logging

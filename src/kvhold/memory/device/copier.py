@@ -3,9 +3,7 @@
     store:  blocks --kernel--> ring --copy engine--> arena     # large pieces, ring full: directly
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
-A copy engine needs microseconds per piece, so a kernel collects small pieces. Checksums are taken,
-or compared, after the copy, to find damage before it. A device's fault is permanent; `wait` still
-waits for earlier copies.
+A device's fault is permanent; `wait` still waits for earlier copies.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""Measure the size above which pieces are loaded directly.
-
-A direct load takes time per piece, a load through the ring per chunk. The measurement takes 0.1 s.
-"""
+"""Measure the size above which pieces are loaded directly, in 0.1 s."""
 
 import logging
 import time

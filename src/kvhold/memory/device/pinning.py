@@ -1,8 +1,7 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-Pinning takes about 0.1 s per GiB, so a thread pins slices, with pauses for the driver's other
-calls. It keeps the mappings until it has unpinned them: else the device would mistake new memory at
-the same address for the old memory.
+A thread pins slices (0.1 s per GiB). It keeps the mappings until it has unpinned them: else the
+device would mistake new memory at the same address for the old memory.
 """
 
 import logging

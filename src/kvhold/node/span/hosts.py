@@ -40,7 +40,10 @@ _answer: Decoder[s.Answer] = Decoder(s.Answer)
 
 
 class Host(Protocol):
-    """shards: of its workers, in order"""
+    """A host of the engine.
+
+    shards: of its workers, in order
+    """
 
     name: str
     shards: tuple[int, ...]
@@ -137,7 +140,10 @@ class _Call:
 
 
 class OtherHost:
-    """lost: why it cannot be asked, or None"""
+    """A host that is asked through a relay.
+
+    lost: why it cannot be asked, or None
+    """
 
     def __init__(self, place: RelayPlace, tls: ssl.SSLContext | None) -> None:
         self.name, self.shards = place.name, place.shards

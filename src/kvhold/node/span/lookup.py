@@ -3,8 +3,7 @@
 A hit is the part that all hosts have, pinned on all. Hosts with a longer hit are asked again for
 the shortest length until all are equal: a shorter prompt may need other chunks.
 
-A lost or cleared host is a miss. The others repeat the clear, so no hit mixes chunks from before
-and after it.
+A lost or cleared host is a miss. The others repeat the clear.
 """
 
 import logging
@@ -27,7 +26,10 @@ _MOST_ROUNDS = 4  # of asking again
 
 
 class SpanHit(Hit):
-    """tickets: by host, to claim the hit there; empty: a miss"""
+    """A hit that all hosts have.
+
+    tickets: by host, to claim the hit there; empty: a miss
+    """
 
     def __init__(self, lookup: "_Lookup") -> None:
         super().__init__(

@@ -1,7 +1,6 @@
 """Relay the lookups of an engine's scheduler to this host's node, in a worker's process.
 
-A conversation's hits are released when it ends, or after `SILENT_S` of silence. An event loop, and
-a second thread for calls to the node.
+A conversation's hits are released when it ends, or after `SILENT_S` of silence.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
-"""Arrays of one length that grow without a copy.
+"""Arrays of one length that grow without a copy, which would stop the loop for milliseconds.
 
-Growing the keys of a million rows by `realloc` or `mremap` stops the loop for milliseconds. So each
-array has reserved addresses for 16 million items; only written pages use memory.
+Each array has reserved addresses for 16 million items; only written pages use memory.
 """
 
 import mmap

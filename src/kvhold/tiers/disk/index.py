@@ -22,7 +22,9 @@ _IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
 class DiskEntry:
-    """All readers share one object. `occupied_bytes` is an estimate until the commit."""
+    """An indexed file. Readers share one object. `occupied_bytes` is an estimate until the
+    commit.
+    """
 
     __slots__ = ("key", "leaving", "nbytes", "occupied_bytes", "readers", "removed", "written_ns")
 

@@ -100,7 +100,10 @@ class Open:
 
 
 class OpenMore:
-    """found: another batch of values, or None at the end."""
+    """Lists more of a folder.
+
+    found: another batch of values, or None at the end
+    """
 
     def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
         self.found: list[FoundValue] | None = None
@@ -116,7 +119,10 @@ class OpenMore:
 
 
 class RemoveNames:
-    """left: the names of files that could not be removed."""
+    """Removes files.
+
+    left: the names of files that could not be removed
+    """
 
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
         self.left: list[str] = []

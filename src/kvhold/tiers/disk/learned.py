@@ -41,7 +41,9 @@ class KnownPast(NamedTuple):
 
 
 class Learning:
-    """worths: of memory's policy; None before `DiskTier.learn_from`
+    """The reuse times by which a disk evicts.
+
+    worths: of memory's policy; None before `DiskTier.learn_from`
     ghosts: the pasts of chunks that are not in this tier
     """
 

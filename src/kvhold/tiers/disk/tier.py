@@ -1,9 +1,7 @@
 """The disk tier: values as files on this host's own disks.
 
 Rendezvous hashing of key and path chooses the disk: a dead disk loses only its own keys. An
-acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Otherwise the frame's
-checksums detect a damaged file. Victims' files are overwritten: at 4.1 GB/s, against 1.6 for a new
-file after an eviction.
+acknowledged put survives `kill -9`; with `sync=true`, also a power cut.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Changes of peers that come over a bus, instead of a connection to each peer (docs/peers.md).
 
 Records are not trusted. A node seals them with a key from its `PeerWelcome`. The clock in the seal
-exposes delayed and repeated records. It is compared with this host's clock at the request for the
-welcome, because the welcome may arrive late.
+exposes delayed and repeated records.
 
     seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
           as they are sent over a connection
@@ -74,8 +73,10 @@ class BusSession(Protocol):
 
 
 class Bus(Protocol):
-    """source: the bus in messages, without secrets
-    fault: why it cannot be used now; else empty. Any thread
+    """A bus.
+
+    source: the bus in messages, without secrets
+    fault:  why it cannot be used now; else empty. Any thread
     """
 
     source: str

@@ -17,8 +17,10 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 
 @dataclass(frozen=True)
 class Listing:
-    """addresses: of other nodes, and of this one if the directory does not know it
-    is_alone: only this node is listed: an empty list is no fault
+    """The addresses in a directory.
+
+    addresses: of other nodes, and of this one if the directory does not know it
+    is_alone:  only this node is listed: an empty list is no fault
     """
 
     addresses: Sequence[Address]
@@ -32,7 +34,9 @@ class Listing:
 
 @dataclass(frozen=True)
 class Own:
-    """address: where other nodes reach it, `HOST:PORT`; empty: it serves no peers
+    """This node in a directory.
+
+    address:           where other nodes reach it, `HOST:PORT`; empty: it serves no peers
     incarnation, port: 0: it serves no peers
     """
 

@@ -1,10 +1,7 @@
 """The peers that have registered in etcd, each under a lease (docs/peers.md).
 
-    key:   PREFIX/<incarnation, 16 hexadecimal digits>
-    value: {"address": "10.0.0.5:7711", "incarnation": 1234}
-
-A node's key goes when it ends, or `lease_s` after a kill. All nodes read the prefix every
-`refresh_s`.
+key:   PREFIX/<incarnation, 16 hexadecimal digits>
+value: {"address": "10.0.0.5:7711", "incarnation": 1234}
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """The JSON gateway of etcd 3.4 and later: the few calls that registrations need.
 
-Endpoints are tried in turn, each for a part of the time. Passwords and tokens are in no error. One
-event loop.
+Endpoints are tried in turn. Passwords and tokens are in no error. One event loop.
 """
 
 import ssl

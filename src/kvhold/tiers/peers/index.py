@@ -23,8 +23,10 @@ _TOO_LARGE = 1 << 40
 
 
 class PeerChunk(NamedTuple):
-    """nbytes: the largest size at its peers, or more
-    peers: bit n: peer n has the chunk
+    """A chunk at peers.
+
+    nbytes: the largest size at its peers, or more
+    peers:  bit n: peer n has the chunk
     """
 
     nbytes: int
@@ -32,7 +34,10 @@ class PeerChunk(NamedTuple):
 
 
 class IndexPart(NamedTuple):
-    """digests, sizes: joined, DIGEST_BYTES each, little-endian."""
+    """Chunks of one peer.
+
+    digests, sizes: joined, DIGEST_BYTES each, little-endian
+    """
 
     digests: bytes
     sizes: bytes

@@ -2,8 +2,7 @@
 
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 
-Records are not acknowledged: the numbers of the changes show gaps. Each event loop has its own
-`NatsBus`. No password or token is in an error.
+Each event loop has its own `NatsBus`. No password or token is in an error.
 """
 
 import asyncio

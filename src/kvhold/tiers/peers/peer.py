@@ -40,13 +40,15 @@ Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream
 
 
 class Peer:
-    """number: its bit in the index
-    incarnation: of the node whose chunks are in the index; 0: none
-    after: number of the last change in the index
-    is_self: this node itself, named in a list that all hosts share
+    """One followed peer.
+
+    number:       its bit in the index
+    incarnation:  of the node whose chunks are in the index; 0: none
+    after:        number of the last change in the index
+    is_self:      this node itself, named in a list that all hosts share
     is_elsewhere: the same node is followed at another of its addresses
-    away_for: why it is not followed; None: it is, or was not tried yet
-    tried: set when it is followed, or cannot be
+    away_for:     why it is not followed; None: it is, or was not tried yet
+    tried:        set when it is followed, or cannot be
     """
 
     def __init__(

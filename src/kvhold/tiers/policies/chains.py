@@ -22,8 +22,10 @@ _SWEPT_A_CALL = 3  # keeps about two places per leaf at most
 
 
 class Chunk:
-    """rank: unique; the lowest is evicted first
-    use: the last use, for `LearnedPolicy`
+    """A chunk that a policy knows.
+
+    rank:  unique; the lowest is evicted first
+    use:   the last use, for `LearnedPolicy`
     place: in the heaps; None if it is not a leaf
     """
 

@@ -1,7 +1,4 @@
-"""Most recently used: evicts the chunk with the latest use.
-
-For texts that are used in rotation and do not all fit.
-"""
+"""Most recently used: evicts the chunk with the latest use."""
 
 from collections.abc import Sequence
 

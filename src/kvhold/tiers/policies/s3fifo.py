@@ -1,8 +1,8 @@
 """S3-FIFO (Yang et al., SOSP 2023): evicts chunks without a second use early.
 
 New keys are in the small queue, a tenth of the bytes. At its turn, a used key moves to the main
-queue with its prefix; an unused one is the victim, and a ghost unless cleared. A ghost's key enters
-the main queue next time. There, a used key goes to the end at its turn.
+queue with its prefix; an unused one is the victim, and a ghost. A ghost's key enters the main queue
+next time.
 """
 
 from collections import OrderedDict

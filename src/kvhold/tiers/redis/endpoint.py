@@ -37,7 +37,10 @@ class Tls:
 
 @dataclass(frozen=True)
 class Login:
-    """primary_only: refuse a server that is not a primary."""
+    """The login at a server.
+
+    primary_only: refuse a server that is not a primary
+    """
 
     username: str = ""
     password: str = ""

@@ -2,11 +2,10 @@
 
 A put uploads the parts, writes the head, which makes the value visible, and then removes their
 expiry in one transaction, if the head is still there. So an interrupted put expires. With a time to
-live, the parts expire two hours after the head. A head without all parts is a miss, and its reader
-removes it.
+live, the parts expire two hours after the head.
 
 A delete removes the head that it saw and its parts in one transaction. A small string is removed
-without one, for speed; parts of a value that replaces it then are removed next.
+without one, for speed.
 """
 
 from collections.abc import Callable, Sequence

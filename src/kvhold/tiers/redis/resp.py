@@ -46,7 +46,10 @@ Reply: TypeAlias = int | bytes | ErrorReply | list["Reply"] | None
 
 
 class RedisCall(Exchange):
-    """name: the command's key, which decides the server."""
+    """A call about one key.
+
+    name: the command's key, which decides the server
+    """
 
     def __init__(
         self,

@@ -1,13 +1,4 @@
-"""The settings of a Redis tier, made from its URL.
-
-- `redis://[user:password@]host[:port][/db]`
-- `rediss://...`, with TLS
-- `unix:///path/redis.sock`
-- `redis-cluster://host:port,host:port`, with some of the nodes
-- `redis-sentinel://host:port,host:port[/db]?service=name`, with the sentinels
-
-`valkey` means the same as `redis`.
-"""
+"""The settings of a Redis tier, made from its URL (docs/tiers.md). `valkey` means `redis`."""
 
 from dataclasses import dataclass, replace
 

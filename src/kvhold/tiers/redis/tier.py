@@ -1,9 +1,9 @@
 """The Redis tier: chunks in Redis or Valkey; one server, one behind Sentinel, or a cluster.
 
-A value is one string, written by `SET ... NX`, or parts (`split.py`). Only primaries are used.
-Needs Redis 6.2 or later, and a user with these commands on the keys of the prefix: get, getrange,
-strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan, ping and select; also pttl
-to replace values, `cluster|slots` for a cluster, and `role` for Sentinel.
+Only primaries are used. Needs Redis 6.2 or later, and a user with these commands on the keys of the
+prefix: get, getrange, strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan,
+ping and select; also pttl to replace values, `cluster|slots` for a cluster, and `role` for
+Sentinel.
 """
 
 import math

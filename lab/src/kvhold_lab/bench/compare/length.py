@@ -1,6 +1,4 @@
-"""The default prompt length: all visits must end within an hour. One engine is asked first, because
-memory depends on the length.
-"""
+"""The default prompt length: all visits end within an hour."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
-"""LMCache's connector, loaded by vLLM from LMCache's environment (`kv_connector_module_path`).
+"""LMCache's connector, loaded by vLLM from LMCache's environment.
 
-vLLM looks through all modules' names, where llvmlite's library takes `__dict__` for a function of
-LLVM; the import repairs this.
+Repairs a name of llvmlite's library that vLLM's search through modules breaks.
 """
 
 import os

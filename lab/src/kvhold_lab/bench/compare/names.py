@@ -1,10 +1,9 @@
 """The names of the compared systems.
 
-- "vllm", the baseline, has a prefix cache for two prompts. "vllm, again" is identical: it shows the
-  noise. In "vllm, all in memory", the limit, a hit copies nothing.
+- "vllm", the baseline, has a prefix cache for two prompts; "vllm, again" shows the noise. In "vllm,
+  all in memory", the limit, a hit copies nothing.
 - "kvhold, left alone" and "left alone again" have store and load off.
-- "kvhold, layer by layer" and "beside the passes" differ only in `layerwise`.
-- "kvhold, unchecked" and "checked again" differ in `client.check_memory`.
+- "kvhold, unchecked" has `client.check_memory` off.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """The plan of `kvhold bench vllm`: rounds of all shares of reuse, in memory.
 
-A prompt begins with a text of the previous round, which engines' memory has forgotten. Without
-cells of no reuse, all engines but the limit clear their prefix cache before each request. The first
-round does not count.
+A prompt begins with a text of the previous round. The first round does not count.
 """
 
 from collections.abc import Sequence

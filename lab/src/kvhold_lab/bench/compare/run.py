@@ -1,7 +1,7 @@
 """The rounds: every system gets the same prompts, in a changing order.
 
-Systems without tiers are asked once for all tiers. A system that fails, or answers differently from
-"recompute", is dropped; with a strict plan it ends the run.
+A system that fails, or answers differently from "recompute", is dropped; with a strict plan it
+ends the run.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""The compared systems: each a real vLLM in its own process, all at the same time.
-
-Memory holds the largest working set in "ram", and 2.5 prompts above a lower tier.
-"""
+"""The compared systems: real vLLMs, each in its own process, all at the same time."""
 
 import math
 import tempfile

@@ -4,14 +4,12 @@
     .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
 
 Arguments: the driver's module, and modules that an engine imports anyway. LMCache's environment has
-no kvhold, so only the standard library and numpy are used. One thread.
+only the standard library and numpy.
 
     {"op": "start", ...}  -> {"seconds": ...}
     {"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}
-    {"op": "retrieve", "tokens": [...]}  -> {"seconds", "num_tokens", "checksum"}
-    {"op": "lookup", "tokens": [...]}  -> {"seconds", "num_tokens"}
-    {"op": "forget" or "stop"}  -> {}
-    {"op": "memory"}  -> {"nbytes": ...}
+    {"op": "retrieve" or "lookup", "tokens": [...]}  -> {"seconds", "num_tokens", "checksum"}
+    {"op": "forget", "stop" or "memory"}
 """
 
 import faulthandler

@@ -1,7 +1,4 @@
-"""The rounds: every system stores and retrieves the same KV, in a changing order.
-
-Checksums must be equal everywhere. A failed system leaves the tier.
-"""
+"""The rounds: every system stores and retrieves the same KV, in a changing order."""
 
 import random
 import subprocess

@@ -1,8 +1,4 @@
-"""Limits of a lower tier: the plainest program with equal values, in the same rounds.
-
-Disk: new preallocated files, read without cached pages unless `page_cache`. A second kind of read
-also checks and copies as kvhold does. Redis: blocking sockets.
-"""
+"""Limits of a lower tier: the plainest program with equal values, in the same rounds."""
 
 import mmap
 import time

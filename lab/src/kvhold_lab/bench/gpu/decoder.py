@@ -1,7 +1,6 @@
 """A decoding engine without a scheduler: steps on its own stream, timed by the device.
 
-A step reads all weights and all KV once. On a GPU it is one CUDA graph, as in vLLM, and reads up to
-12 GiB, too much for the device's caches.
+A step reads up to 12 GiB, too much for the device's caches.
 """
 
 import time

@@ -1,8 +1,7 @@
 """Kills processes while they copy: none of their bytes may reach memory that is reserved again.
 
-Children copy one byte value into reserved memory, and are killed at random moments. The memory is
-then filled with another value, which must stay. The control, a child that copies after it has
-returned its memory, must be found.
+The memory is filled with another value, which must stay. The control, a child that copies after it
+has returned its memory, must be found.
 
     python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER [astray]   # a child; prints "copying"
 """

@@ -1,7 +1,4 @@
-"""A model in transformers, with `Reuse`: loaded KV bytes, and the time to the first token.
-
-Weights are random, on a GPU with Llama-3-8B's sizes.
-"""
+"""A model in transformers, with `Reuse`: loaded KV bytes, and the time to the first token."""
 
 import time
 from collections.abc import Callable, Iterator

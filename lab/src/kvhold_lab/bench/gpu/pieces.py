@@ -1,8 +1,4 @@
-"""Stores and loads with pieces of 8, 18, 64 KiB and 2 MiB, by the copier that serves engines.
-
-The limit is a copy of pinned memory in one piece. Rows with checksums show how long an engine
-waits.
-"""
+"""Stores and loads with pieces of 8, 18, 64 KiB and 2 MiB. The limit is a copy in one piece."""
 
 from collections.abc import Iterator
 

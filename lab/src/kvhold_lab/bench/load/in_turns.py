@@ -1,8 +1,4 @@
-"""Sends each request to several servers, one after the other, so that they can be compared.
-
-One request is in flight at a time, so the servers share the state of a noisy machine. The first
-server changes with each request.
-"""
+"""Sends each request to several servers, one after the other, so that they can be compared."""
 
 import asyncio
 import time

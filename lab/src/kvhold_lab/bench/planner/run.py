@@ -1,9 +1,7 @@
 """The engines and rounds: each request is computed, and loaded or planned.
 
 Two real vLLMs have their own node, and Redis behind a throttled link. One always loads, the other
-plans. Both also compute every request, under names that no lookup finds. Times are ratios to the
-same engine's compute time. Between requests, chunks are written to Redis, and memory is filled with
-other KV.
+plans. Both also compute every request, under names that no lookup finds.
 """
 
 import random

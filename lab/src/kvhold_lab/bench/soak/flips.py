@@ -1,8 +1,4 @@
-"""Flips bits of stored chunks from outside the cache, then reads the chunks.
-
-Stores and loads are those of the integrations. A load must miss or return equal blocks. With a
-tier, bits are flipped before the commit, during the write, or in the tier.
-"""
+"""Flips bits of stored chunks from outside the cache, then reads the chunks."""
 
 import asyncio
 import logging

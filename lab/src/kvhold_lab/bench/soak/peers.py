@@ -1,8 +1,6 @@
 """Nodes that serve each other, with random requests, while nodes are killed and the network fails.
 
-One thread for each node stores prompts, and looks up prompts that all nodes store. The main thread
-kills and starts nodes, cuts links (`bench/relay.py`), and drops connections. At the end the network
-is whole, one node clears, and all nodes must be empty.
+At the end the network is whole, one node clears, and all nodes must be empty.
 """
 
 import json

@@ -1,9 +1,7 @@
 """Random requests of two engines whose shared node is far too small.
 
-Each answer must equal that of a third engine without a connector and prefix cache. Requests share
-beginnings and are aborted at every stage. Engines preempt, and the node soon evicts. Batches change
-the last bits of logits, so answers are compared up to the first near tie (`_SURE`). Loaded blocks
-are compared with computed ones (`kvhold_lab.verify.witness`).
+Each answer must equal that of a third engine without a connector and prefix cache. Batches change
+the last bits of logits, so answers are compared up to the first near tie (`_SURE`).
 """
 
 import random

@@ -1,7 +1,4 @@
-"""Chats: users come, ask, think, ask again with the whole chat in the prompt, and leave.
-
-All requests depend only on the seed; answers in prompts are made up.
-"""
+"""Chats: users come, ask, think, ask again with the whole chat in the prompt, and leave."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
