@@ -6,10 +6,12 @@ until one of them fails: those that are known to find it, because a whole file t
 """
 
 import compileall
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 WORKER = "tests/vllm/test_worker_device.py"
 ORDERS = "tests/memory/test_device.py::test_in_every_order_of_streams_the_bytes_are_right"
 TRANSFERS = "tests/memory/test_device_transfers.py::TestTransfer"
+OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120"]
+OPTIONS += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
 PINNING = "tests/memory/test_device_pinning.py::TestPinning"
 ENGINE_ORDERS = f"{WORKER}::test_in_every_order_of_streams_the_bytes_are_right"
 COPIER, LAYERWISE, OF_VLLM = (
@@ -267,8 +271,46 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+class Runs:
+    """Runs of pytest over the copy, in forks of one process."""
+
+    def __init__(self, process: "subprocess.Popen[str]", source: Path) -> None:
+        self._process = process
+        self._source = source
+        self._output = source.parent / "output"
+
+    def run(self, tests: str) -> tuple[int, str]:
+        """The exit status and the output."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        asked = {
+            "arguments": [*OPTIONS, tests],
+            "source": str(self._source),
+            "output": str(self._output),
+        }
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        said = self._process.stdout.readline()
+        assert said.strip().lstrip("-").isdigit(), said + self._process.stdout.read()
+        return int(said), self._output.read_text(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def runs(source: Path) -> Iterator[Runs]:
+    environ = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.memory.forked_pytest"],
+        cwd=ROOT,
+        env=environ,  # nobody measures a copy
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield Runs(process, source)
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_what_is_left_out_is_found(mutation: Mutation, source: Path) -> None:
+def test_what_is_left_out_is_found(mutation: Mutation, source: Path, runs: Runs) -> None:
     if "vllm" in mutation.tests and find_spec("vllm") is None:
         pytest.skip("no vLLM in this environment")
     path = source / "kvhold" / mutation.file
@@ -281,26 +323,16 @@ def test_what_is_left_out_is_found(mutation: Mutation, source: Path) -> None:
     )
     path.write_text(first + mutation.becomes + second)
     try:
-        found = _run_tests(mutation.tests, source)
+        for _ in range(3):  # threads take part, so a run may miss what the next one finds
+            status, output = runs.run(mutation.tests)
+            if status:
+                break
     finally:
         path.write_text(unchanged)
-    assert found.returncode == 1, found.stdout[-2000:] + found.stderr[-1000:]
+    assert status == pytest.ExitCode.TESTS_FAILED, output[-3000:]
 
 
-def _run_tests(tests: str, source: Path) -> "subprocess.CompletedProcess[str]":
-    """Up to three times: threads take part, so a run may miss what the next one finds."""
-    environ = os.environ | {"PYTHONPATH": str(source)}
-    environ.pop("COVERAGE_PROCESS_CONFIG", None)  # nobody measures a copy
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120"]
-    for _ in range(3):
-        found = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, tests],
-            cwd=ROOT,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if found.returncode:
-            break
-    return found
+def test_unchanged_the_tests_pass(runs: Runs) -> None:
+    """Else a mutation would be found by anything."""
+    status, output = runs.run(PINNING)
+    assert status == pytest.ExitCode.OK, output[-3000:]
