@@ -7,9 +7,10 @@ The worth of a chunk is the maximum over all times h of
 
     P(used again within h) - price * E[seconds until then, or h]
 
-The *yield* is the price at which the worth is 0 (a Gittins index). For a new chunk, h is at least
-the end of the first bucket. A *factor* says how much a use of a chunk saves, and multiplies the
-probability.
+The *yield* is the price at which the worth is 0 (a Gittins index). Chunks whose yield is far below
+the price are worth 0, and evicted by age. For a new chunk, h is at least the end of the first
+bucket; a worth below 0 saves writes. A *factor* says how much a use of a chunk saves, and
+multiplies the probability.
 
 Each place has its own price. A disk's thread may read its `Worths` while memory's thread calls
 `ReuseTimes`. Pure.
@@ -69,10 +70,7 @@ class Cohort:
 
 
 class Use:
-    """A use of chunks of one kind.
-
-    into: the use that it was merged into
-    """
+    """into: the use that it was merged into."""
 
     __slots__ = ("cohort", "into", "kind", "num")
 
@@ -87,9 +85,8 @@ NO_USE = Use(-1, Cohort(0.0))
 
 
 class Worths:
-    """The worths of chunks, by kind and age.
-
-    table: `[factor][kind][bucket]`, not multiplied by the factor
+    """table: `[factor][kind][bucket]`, not multiplied by the factor. Unused factors share one
+    list
     """
 
     def __init__(self, times: "ReuseTimes", worths: list[list[float]]) -> None:
