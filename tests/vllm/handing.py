@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.config import ClientConfig
 from kvhold.node import NodeClient
 from tests.vllm.engines import MakeEngine
-from tests.vllm.scheduling import WITHIN_S, Engine, NodeProcess, answer_to
+from tests.vllm.scheduling import UNHURRIED, WITHIN_S, Engine, NodeProcess, answer_to
 
 TOKENS = 500
 TAIL = TOKENS % 16  # no block ends with them, so they are computed in any case
@@ -47,7 +46,7 @@ def ask(
 
 def waits(node: NodeProcess) -> dict[str, float]:
     """Ended waits for other engines, by result."""
-    with NodeClient(node.socket, ClientConfig(), name="test-status") as client:
+    with NodeClient(node.socket, UNHURRIED, name="test-status") as client:
         counters = client.status()["counters"]
     begin = "kvhold_waited_for_computing{result="
     return {
@@ -66,7 +65,7 @@ def since(node: NodeProcess, before: dict[str, float]) -> dict[str, float]:
 
 
 def announced(node: NodeProcess) -> int:
-    with NodeClient(node.socket, ClientConfig(), name="test-status") as client:
+    with NodeClient(node.socket, UNHURRIED, name="test-status") as client:
         return int(client.status()["announced_chunks"])
 
 

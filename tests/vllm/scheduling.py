@@ -55,6 +55,8 @@ from tests.vllm.hands import Hands, RealHands, Worker
 LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
 MAX_LENGTH = 4096
 WITHIN_S = 20.0  # until something that must come has come; only a hang takes so long
+# of tests that ask the node on a busy machine
+UNHURRIED = ClientConfig(connect_timeout_s=WITHIN_S, call_timeout_s=WITHIN_S)
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -221,7 +223,7 @@ class NodeProcess:
 
     def held(self) -> dict[str, Any]:
         """Tickets, leases and reservations that are out."""
-        with NodeClient(self.socket, ClientConfig(), name="test-status") as client:
+        with NodeClient(self.socket, UNHURRIED, name="test-status") as client:
             return dict(client.status()["held"])
 
 

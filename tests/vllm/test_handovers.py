@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
+from kvhold.integrations.vllm import lookups
 from kvhold.integrations.vllm.handovers import HANDED
 from tests.vllm.engines import MakeEngine, engine, free_blocks, node
 from tests.vllm.handing import (
@@ -182,8 +183,11 @@ class TestOneAfterTheOther:
         stored = 400 // 64 * 64 if status == "aborted" else 0
         assert decode(two, prompt, {"do_remote_prefill": True}) == TOKENS - stored
 
-    def test_roles_of_their_own(self, engine: MakeEngine, node: NodeProcess) -> None:
-        """A producer does not wait for its lookup's answer, which may come late."""
+    def test_roles_of_their_own(
+        self, engine: MakeEngine, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both wait for their lookups' answers, however busy the machine is."""
+        monkeypatch.setattr(lookups, "_PATIENCE_S", WITHIN_S)
         one, two = engine(role="kv_producer"), engine(role="kv_consumer")
         for number in range(5):
             prompt = make_prompt(f"roles {number}", 300)
