@@ -51,7 +51,8 @@ _COHORTS_A_BUCKET = 4
 _COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s` in `use_at`
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
-_KINDS_A_TICK = 8
+_KINDS_A_TICK = 8  # in a tick after no pause
+_MOST_KINDS = 64  # in any tick
 # after a pause many cohorts change their bucket; each tick handles some, so that no tick is long
 _MOST_AGED = 2000  # uses per tick
 _COHORT_UNITS = 20  # a cohort takes as long as this many uses
@@ -199,7 +200,8 @@ class ReuseTimes:
         if now_s < self.next_tick_s:
             return
         self._count_youngest()
-        fade = 0.5 ** ((now_s - self.now_s) / _HALF_LIFE_S)
+        passed_s = now_s - self.now_s
+        fade = 0.5 ** (passed_s / _HALF_LIFE_S)
         self._reached *= fade
         self._ended *= fade
         self._num_chunks *= fade
@@ -211,7 +213,7 @@ class ReuseTimes:
         self._age()
         self._merge()
         self._cohorts.append(Cohort(now_s))
-        self._update()
+        self._update(passed_s)
 
     def use(self, kind: int, num_chunks: int = 1) -> Use:
         """Record that chunks of one kind are used now. All uses in one tick share one object."""
@@ -335,10 +337,11 @@ class ReuseTimes:
                 kept.append(cohort)
         self._cohorts = kept
 
-    def _update(self) -> None:
-        """Compute the worths of some kinds again."""
+    def _update(self, passed_s: float) -> None:
+        """Compute the worths of some kinds again: more if more time has passed, up to a limit."""
+        num = min(_KINDS_A_TICK * max(1, int(passed_s / _TICK_S)), _MOST_KINDS)
         first = self._to_update
-        last = min(first + _KINDS_A_TICK, self.num_kinds)
+        last = min(first + num, self.num_kinds)
         self._to_update = last % self.num_kinds
         if not first:
             self._begin_round()
