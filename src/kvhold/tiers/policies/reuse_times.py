@@ -12,7 +12,8 @@ of age, the table counts the intervals that reached the bucket, and those that e
 interval counts only for the ages that it has reached (a period life table).
 
 Both counts decay with a half-life. A kind is described by several numbers. The estimate of a kind
-with few uses comes mostly from all kinds that share its first numbers.
+with few uses comes mostly from all kinds that share its first numbers. How a kind differs from them
+at some age is estimated from three neighbouring buckets.
 
 Suppose that a chunk is kept until it is used again, but for a time h at most. Its worth is the
 maximum over all h of
@@ -63,10 +64,11 @@ _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
 # after this many uses, a kind's own counts weigh as much as those of similar kinds: in total, and
 # for each bucket
-_SCALE_USES = 25.0
-_SHAPE_USES = 125.0
+_SCALE_USES = 5.0
+_SHAPE_USES = 50.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
 _PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
+_FEWEST_USES = 25.0  # before, nothing is expected
 _EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
 
 _EDGES_S = [
@@ -77,6 +79,7 @@ _PRIOR = np.array([_PRIOR_HAZARD * (edge_s < _PRIOR_S) for edge_s in _EDGES_S])
 _WIDTHS_S = np.diff(_EDGES_S, append=2 * _EDGES_S[-1])
 _LATER = np.tri(_NUM_BUCKETS, dtype=bool).T
 _MOST_HAZARD = 0.999
+_TINY = 1e-9
 
 Floats = npt.NDArray[np.float64]
 
@@ -233,12 +236,6 @@ class ReuseTimes:
         if cohort is not self._cohorts[-1]:
             self._ended[use.kind, cohort.bucket] += num_chunks
 
-    def move(self, before: Use, after: Use, num_chunks: int) -> None:
-        """Record that chunks of a use are used again now. after: a result of `use`"""
-        if num_chunks:
-            self.end(before, num_chunks)
-            after.num += num_chunks
-
     def forget(self, use: Use, num_chunks: int = 1) -> None:
         """Stop observing chunks of a use."""
         if use.into is not None:
@@ -281,7 +278,7 @@ class ReuseTimes:
 
         None: little is known yet, or most chunks are not used again.
         """
-        if self._num_uses < _SCALE_USES:
+        if self._num_uses < _FEWEST_USES:
             return None
         bucket = bisect_right(_EDGES_S, age_s) - 1
         hazards = np.clip(self._round_hazards[kind, bucket:], 0.0, _MOST_HAZARD)
@@ -370,8 +367,19 @@ class ReuseTimes:
             like = np.repeat(hazards, num_groups // len(hazards), axis=0)
             ratio = (ended.sum(1) + scale) / ((reached * like).sum(1) + scale)
             like = np.minimum(like * ratio[:, None], 1.0)
-            hazards = (ended + shape * like) / (reached + shape)
-        return hazards
+            near = _with_neighbours(reached)
+            expected = _with_neighbours(reached * like)
+            of_prior = shape * np.where(near > 0.0, expected / (near + _TINY), like) + _TINY
+            hazards = like * (_with_neighbours(ended) + of_prior) / (expected + of_prior)
+        return np.minimum(hazards, 1.0)
+
+
+def _with_neighbours(counts: Floats) -> Floats:
+    """Add the counts of the buckets before and after, because each has few."""
+    sums = counts.copy()
+    sums[:, 1:] += counts[:, :-1]
+    sums[:, :-1] += counts[:, 1:]
+    return sums
 
 
 def _merged(use: Use) -> Use:
