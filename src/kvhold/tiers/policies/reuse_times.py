@@ -67,7 +67,7 @@ _PRIOR_USES = 1.0
 _SCALE_USES = 5.0
 _SHAPE_USES = 50.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
+_PRICE_SHARE = 0.02  # a round of updates moves the price by this share of the difference
 _FEWEST_USES = 25.0  # before, nothing is expected
 _EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
 
