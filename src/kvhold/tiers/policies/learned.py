@@ -1,19 +1,7 @@
 """Evicts the chunk with the lowest worth, learnt from the times between uses (docs/eviction.md).
 
-A chunk is used when a prompt that contains it is looked up. Each chunk has a *kind*: how often it
-was used, how long its prompt had paused before the last use, and how many chunks of that prompt
-were new. `reuse_times.py` learns for each kind when such chunks are used again. A chunk's worth
-follows from its kind, the time since its last use and its *value* (`base.py`). Only the oldest leaf
-of each kind and value is compared.
-
-A new chunk is declined if a chunk that it would evict is worth more.
-
-The chunks of a prompt with equal pasts are a *run*. They mostly come back together, so only one
-chunk of each run, the *sample*, is counted. Otherwise a few long prompts would determine what is
-learnt.
-
-`ghosts.py` remembers evicted and missing chunks. Without it, the policy would learn only from
-chunks that stayed in memory.
+Only the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is
+worth more. `ghosts.py` remembers evicted and missing chunks.
 """
 
 import time
@@ -28,7 +16,6 @@ from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Place, Walk
 from kvhold.tiers.policies.ghosts import (
     MOST_KINDS,
-    SAMPLE,
     TICK_S,
     Ghosts,
     pack_queue,
@@ -36,14 +23,13 @@ from kvhold.tiers.policies.ghosts import (
     unpack,
     uses_of,
 )
-from kvhold.tiers.policies.kinds import NEW, PAUSES, USES, kind_of, pasts_of_use, prompt_of
+from kvhold.tiers.policies.kinds import NEW, PAUSES, USES, kind_of, pasts_of_use
 from kvhold.tiers.policies.reuse_times import NO_USE, ReuseTimes, Use
 from kvhold.tiers.table import SPREAD
 
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
 _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
-# There are 2800 queues at most. Their heads are renewed in parts:
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
 _FIRST = place_suffix(0, 0)  # the suffix of the keys given to `looked_up` and `missed`
@@ -98,32 +84,31 @@ class LearnedPolicy(ChainPolicy):
             return _UNKNOWN_PROMPT
         num_known = self._num_known(keys, num_here)
         pause = self._pause(keys[num_known - 1]) if num_known else 0
-        return prompt_of(pause, len(keys) - num_known)
+        return pause * NEW + min((len(keys) - num_known).bit_length(), NEW - 1)
 
     def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         self._advance()
         times, shards = self.times, self._chunks.shards
         times.use_factor(value)
         before, after, queue = NO_USE, NO_USE, _UNKNOWN
-        uses = uses_now = 0
+        uses = uses_now = num = 0
         for key in keys:
             chunk = shards[key[SPREAD]].get(key)
             if chunk is None:
                 continue
-            is_first = chunk.use is not before or chunk.uses != uses
-            if is_first:
+            if chunk.use is not before or chunk.uses != uses:
+                times.move(before, after, num)
                 assert chunk.use is not None
-                before, uses = chunk.use, chunk.uses
+                before, uses, num = chunk.use, chunk.uses, 0
                 uses_now = uses + 1
                 kind = kind_of(uses_now, prompt)
-                after, queue = times.use(kind), value * MOST_KINDS + kind
-            if chunk.is_sample:
-                times.end(before)
-            chunk.is_sample = is_first
+                after, queue = times.use(kind, 0), value * MOST_KINDS + kind
+            num += 1
             chunk.use = after
             chunk.uses = uses_now
             if chunk.queue != queue:
                 self._requeue(chunk, queue)
+        times.move(before, after, num)
 
     def missed(
         self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
@@ -138,17 +123,16 @@ class LearnedPolicy(ChainPolicy):
         now_s = self.times.now_s
         pasts = pasts_of_use(prompt, value, now_s)
         known, replaced = self.ghosts.use_all(names, pasts, now_s, if_known=if_known)
+        num_new = 0 if if_known else len(names) - len(known)
+        begun = Counter({queue_of(pasts[0]): num_new})
         for past, num in Counter(known).items():
-            if past & SAMPLE:
-                self.times.end(self._use_at(past), num)
+            self.times.end(self._use_at(past), num)
+            begun[queue_of(pasts[uses_of(past)])] += num
         for past in replaced:
-            self._forget(past)
-        firsts = _firsts(known)
-        if not if_known and len(known) < len(names):
-            firsts.append(len(known))
-        for first in firsts:
-            if past := self.ghosts.mark(names[first]):
-                self.times.use(queue_of(past) % MOST_KINDS)
+            self.times.forget(self._use_at(past))
+        for queue, num in begun.items():
+            if num:
+                self.times.use(queue % MOST_KINDS, num)
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         self._advance()
@@ -203,24 +187,19 @@ class LearnedPolicy(ChainPolicy):
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
-        """Give a new chunk its past, which all its groups and shards share.
-
-        The entry of the first group and shard takes the past out of the ghosts, and is the sample
-        if there is one.
-        """
+        """A chunk's groups and shards share a past; the first one takes it out of the ghosts."""
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
         first = chunk if chunk.key.endswith(_FIRST) else self._chunks.get(name + _FIRST)
         past = self.ghosts.find(name) if first is None else self.ghosts.take(name)
-        if first is not None:
-            self._forget(past)
+        if past and first is not None:
+            times.forget(self._use_at(past))
         if first is not None and first is not chunk:
             chunk.uses, chunk.queue = first.uses, first.queue
         else:
             chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
-            chunk.is_sample = first is chunk and (not past or past & SAMPLE != 0)
-        chunk.use = times.use(chunk.queue % MOST_KINDS, int(chunk.is_sample))
-        chunk.rank = 0, self._now()  # it is in no queue yet
+        chunk.use = times.use(chunk.queue % MOST_KINDS)
+        chunk.rank = 0, self._now()
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -235,7 +214,6 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
-        """Drop a queue that `chunk` has left. Otherwise up to 2800 empty queues would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)
@@ -244,19 +222,12 @@ class LearnedPolicy(ChainPolicy):
         assert chunk.use is not None
         self._drop_if_empty(chunk.queue, chunk)
         if not evicted:
-            if chunk.is_sample:
-                self.times.forget(chunk.use)
+            self.times.forget(chunk.use)
             return
         self.times.evicted(chunk.use, chunk.queue // MOST_KINDS)
         past = pack_queue(self.times.last_s(chunk.use), chunk.queue, chunk.uses)
-        if chunk.is_sample:
-            past |= SAMPLE
-        self._forget(self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s))
-
-    def _forget(self, past: int) -> None:
-        """Stop observing a chunk that is not here. past: 0: none"""
-        if past & SAMPLE:
-            self.times.forget(self._use_at(past))
+        if replaced := self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s):
+            self.times.forget(self._use_at(replaced))
 
     def _new_space(self) -> LearnedSpace:
         return LearnedSpace()
@@ -359,13 +330,3 @@ class _LearnedWalk(Walk):
         leaves = self.space.queues.get(queue)
         place = None if leaves is None else leaves.peek()
         return None if place is None else (self._learned.worth_of(place), place[1], queue)
-
-
-def _firsts(pasts: Sequence[int]) -> list[int]:
-    """Return where runs of equal pasts begin. A sample and others of its run are equal."""
-    firsts, before = [], 0
-    for at, past in enumerate(pasts):
-        if (past | SAMPLE) != before:
-            before = past | SAMPLE
-            firsts.append(at)
-    return firsts

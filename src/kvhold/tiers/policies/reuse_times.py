@@ -3,17 +3,7 @@
 Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
 age: intervals between two uses that reached the bucket, and that ended there.
 
-An *interval* begins with each use of a chunk and ends with its next use, wherever the chunk is
-then. Chunks that were last used at about the same time are one *cohort*. For each kind and bucket
-of age, the table counts the intervals that reached the bucket, and those that ended there. An open
-interval counts only for the ages that it has reached (a period life table).
-
-Both counts decay with a half-life. A kind is described by several numbers. The estimate of a kind
-with few uses comes mostly from all kinds that share its first numbers. How a kind differs from them
-at some age is estimated from three neighbouring buckets.
-
-Suppose that a chunk is kept until it is used again, but for a time h at most. Its worth is the
-maximum over all h of
+The worth of a chunk is the maximum over all times h of
 
     P(used again within h) - price * E[seconds until then, or h]
 
@@ -42,9 +32,8 @@ _COHORTS_A_BUCKET = 4
 _COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s`
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
-_KINDS_A_TICK = 8  # in a tick after no pause
-_MOST_KINDS = 64  # in any tick
-# after a pause many cohorts change their bucket; each tick handles some, so that no tick is long
+_KINDS_A_TICK = 8
+# many cohorts change their bucket after a pause, so each tick handles some
 _MOST_AGED = 2000  # uses per tick
 _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 
@@ -52,13 +41,10 @@ _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-# after this many uses, a kind's own counts weigh as much as those of similar kinds: in total, and
-# for each bucket
-_SCALE_USES = 5.0
-_SHAPE_USES = 50.0
+_SCALE_USES = 25.0
+_SHAPE_USES = 125.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.02  # a round of updates moves the price by this share of the difference
-_FEWEST_USES = 25.0  # before, nothing is expected
+_PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
 _EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
 
 _EDGES_S = [
@@ -69,7 +55,6 @@ _PRIOR = np.array([_PRIOR_HAZARD * (edge_s < _PRIOR_S) for edge_s in _EDGES_S])
 _WIDTHS_S = np.diff(_EDGES_S, append=2 * _EDGES_S[-1])
 _LATER = np.tri(_NUM_BUCKETS, dtype=bool).T
 _MOST_HAZARD = 0.999
-_TINY = 1e-9
 
 Floats = npt.NDArray[np.float64]
 
@@ -179,8 +164,7 @@ class ReuseTimes:
         if now_s < self.next_tick_s:
             return
         self._count_youngest()
-        passed_s = now_s - self.now_s
-        fade = 0.5 ** (passed_s / _HALF_LIFE_S)
+        fade = 0.5 ** ((now_s - self.now_s) / _HALF_LIFE_S)
         self._reached *= fade
         self._ended *= fade
         self._num_chunks *= fade
@@ -192,7 +176,7 @@ class ReuseTimes:
         self._age()
         self._merge()
         self._cohorts.append(Cohort(now_s))
-        self._update(passed_s)
+        self._update()
 
     def use(self, kind: int, num_chunks: int = 1) -> Use:
         cohort = self._cohorts[-1]
@@ -209,6 +193,12 @@ class ReuseTimes:
         cohort = use.cohort
         if cohort is not self._cohorts[-1]:
             self._ended[use.kind, cohort.bucket] += num_chunks
+
+    def move(self, before: Use, after: Use, num_chunks: int) -> None:
+        """Record that chunks are used again now. after: a result of `use`."""
+        if num_chunks:
+            self.end(before, num_chunks)
+            after.num += num_chunks
 
     def forget(self, use: Use, num_chunks: int = 1) -> None:
         if use.into is not None:
@@ -248,7 +238,7 @@ class ReuseTimes:
 
         None: little is known yet, or most chunks are not used again.
         """
-        if self._num_uses < _FEWEST_USES:
+        if self._num_uses < _SCALE_USES:
             return None
         bucket = bisect_right(_EDGES_S, age_s) - 1
         hazards = np.clip(self._round_hazards[kind, bucket:], 0.0, _MOST_HAZARD)
@@ -301,11 +291,9 @@ class ReuseTimes:
                 kept.append(cohort)
         self._cohorts = kept
 
-    def _update(self, passed_s: float) -> None:
-        """Compute the worths of some kinds again: more if more time has passed, up to a limit."""
-        num = min(_KINDS_A_TICK * max(1, int(passed_s / _TICK_S)), _MOST_KINDS)
+    def _update(self) -> None:
         first = self._to_update
-        last = min(first + num, self.num_kinds)
+        last = min(first + _KINDS_A_TICK, self.num_kinds)
         self._to_update = last % self.num_kinds
         if not first:
             self._begin_round()
@@ -334,19 +322,8 @@ class ReuseTimes:
             like = np.repeat(hazards, num_groups // len(hazards), axis=0)
             ratio = (ended.sum(1) + scale) / ((reached * like).sum(1) + scale)
             like = np.minimum(like * ratio[:, None], 1.0)
-            near = _with_neighbours(reached)
-            expected = _with_neighbours(reached * like)
-            of_prior = shape * np.where(near > 0.0, expected / (near + _TINY), like) + _TINY
-            hazards = like * (_with_neighbours(ended) + of_prior) / (expected + of_prior)
-        return np.minimum(hazards, 1.0)
-
-
-def _with_neighbours(counts: Floats) -> Floats:
-    """Add the counts of the buckets before and after, because each has few."""
-    sums = counts.copy()
-    sums[:, 1:] += counts[:, :-1]
-    sums[:, :-1] += counts[:, 1:]
-    return sums
+            hazards = (ended + shape * like) / (reached + shape)
+        return hazards
 
 
 def _merged(use: Use) -> Use:
