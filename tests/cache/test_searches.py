@@ -280,7 +280,7 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving() -> None:
     bench.state.fetched(pending_reads[0].entry, True)
     first = claim()
     assert first.num_tokens == [2, 2]
-    assert first.offsets == [[pending_reads[0].entry.offset, pending_reads[1].entry.offset]]
+    assert list(first.offsets[0]) == [pending_reads[n].entry.offset for n in (0, 1)]
     assert bench.state.claim("b", ticket, 1, 0, arriving=True) is None, "there is one shard"
     for pending_read in pending_reads[2:]:
         bench.state.fetched(pending_read.entry, True)
@@ -288,7 +288,7 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving() -> None:
     assert second.num_tokens == [2], "but for the tail, which may yet be another"
     assert bench.state.refresh(ticket) == Found(ticket, 7, sources={"tier-1": 7}, reason=WHOLE)
     last = claim(3)
-    assert (last.num_tokens, last.offsets) == ([1], [[pending_reads[3].entry.offset]])
+    assert (last.num_tokens, list(last.offsets[0])) == ([1], [pending_reads[3].entry.offset])
     bench.state.release("a", ticket)
     assert bench.state.status()["pinned_chunks"] == 4, "leases have pins of their own"
     bench.state.release_owner("b")

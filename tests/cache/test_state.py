@@ -351,7 +351,7 @@ class Life(RuleBasedStateMachine):
             return None
         assert leased is not None
         groups = ticket.shards[shard]
-        assert leased.offsets == [
+        assert [list(row) for row in leased.offsets] == [
             [ABSENT if piece is None else piece.offset for piece in row[first:]] for row in groups
         ]
         assert sum(leased.num_tokens) == max(0, ticket.num_tokens - first * LAYOUT.tokens_per_chunk)

@@ -17,6 +17,7 @@ import pytest
 from kvhold.core.errors import DeadlineExceeded, NodeError, ProtocolError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Prompt
 from kvhold.net import messages as m
+from kvhold.net.offsets import unpack
 from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, check, fill, flood, read, store
 from tests.node.nodes import (
@@ -212,7 +213,7 @@ def test_a_client_that_breaks_the_rules_keeps_its_memory_until_it_hangs_up(
     with shared_node.client() as client, RawClient(shared_node.path, greet=True) as raw:
         client.register(SPACE)
         granted = raw.ask(m.Reserve(PLAIN.fingerprint, prompt.chunks(), 0))
-        offsets = set(granted.offsets[0])
+        offsets = set(unpack(granted.offsets, 1, 4)[0])
         assert len(offsets) == 4
         raw.socket.sendall(b"\x05\x00\x00\x00wrong")
         assert isinstance(raw.hear(), m.Refused)

@@ -11,6 +11,7 @@ import pytest
 
 from kvhold.net import messages as m
 from kvhold.net.messages import MAX_MESSAGE_BYTES
+from kvhold.net.offsets import unpack
 from kvhold.net.wire import encode
 from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, read, store
@@ -198,7 +199,7 @@ def test_a_commit_needs_a_checksum_for_each_layer_of_each_chunk(
     with RawClient(shared_node.path, greet=True) as raw:
         granted = raw.ask(m.Reserve(PLAIN.fingerprint, prompt.chunks(), 0))
         assert isinstance(granted, m.Granted)
-        assert len(granted.offsets[0]) == 4
+        assert unpack(granted.offsets, 1, 4).shape == (1, 4)
         layers = PLAIN.groups[0].layers
         assert len(packed) != 8 * layers * 4
         answer = raw.ask(m.Commit(granted.reservation, [0, 1, 2, 3], packed))

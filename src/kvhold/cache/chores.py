@@ -92,6 +92,11 @@ def is_short(num_keys: int) -> bool:
     return num_keys <= _ONE_TURN_KEYS
 
 
+def unless_short(num_keys: int, turns: Turns[Result]) -> Turns[Result]:
+    """Take a call's steps, or a short call as one step."""
+    return finish(turns) if is_short(num_keys) else (yield from turns)
+
+
 class Running(Generic[Result]):
     result: Result
 

@@ -8,6 +8,7 @@ uncommitted memory, because the owner may still write.
 """
 
 import logging
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ class ClaimAnswer:
     """
 
     lease: int
-    offsets: list[list[int]]
+    offsets: list["array[int]"]
     num_tokens: list[int]
     checksums: list[bytes]
 
@@ -153,9 +154,7 @@ class Leases:
         try:
             return (
                 yield from self.lend_turns(
-                    owner,
-                    [row[first_chunk:] for row in held.shards[shard]],
-                    held.num_tokens[first_chunk:],
+                    owner, held.shards[shard], held.num_tokens[first_chunk:], first_chunk
                 )
             )
         finally:
@@ -168,13 +167,17 @@ class Leases:
         owner: Owner,
         rows: list[list[Entry | None]],
         num_tokens: list[int],
+        first_chunk: int,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> Turns[ClaimAnswer]:
-        """may_go_on: False ends the lease early, because the caller no longer pins the rest"""
+        """rows:      `[group][chunk]`, from the hit's first chunk on; a copy would take long
+        num_tokens: from `first_chunk` on
+        may_go_on:  False ends the lease early, because the caller no longer pins the rest
+        """
         lease, holdings = next(self._numbers), self._of(owner)
         leased = holdings.leases[lease] = []
         holdings.lease_bytes[lease] = 0
-        offsets: list[list[int]] = [[] for _ in rows]
+        offsets = [array("q") for _ in rows]
         checksums = [bytearray() for _ in rows]
         size = max(1, _MOST_LEASED // max(1, len(rows)))
         for begin in range(0, len(num_tokens), size):
@@ -185,9 +188,9 @@ class Leases:
                     break
             entries: list[Entry] = []
             for row, places, sums in zip(rows, offsets, checksums, strict=True):
-                part = row[begin : begin + size]
+                part = row[first_chunk + begin : first_chunk + begin + size]
                 there = [entry for entry in part if entry is not None]
-                places += [ABSENT if entry is None else entry.offset for entry in part]
+                places.extend([ABSENT if entry is None else entry.offset for entry in part])
                 sums += b"".join([entry.checksums for entry in there])
                 entries += there
             self._ram.hold_all(entries)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kvhold.cache.answers import Answers
-from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
+from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, unless_short
 from kvhold.cache.computing import AnnouncementWait, Computing, Wait, WaitEnd
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.index.missing import ExpectedChunk
@@ -138,13 +138,11 @@ class Lookups:
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
         asked = _Asked(owner, query, layout, num_keys, cost, have_tokens, uses, intent)
-        turns = self._look_up(asked)
-        return finish(turns) if is_short(num_keys) else (yield from turns)
+        return (yield from self._look_up(asked))
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
         num_keys = self._searches[ticket].num_keys if ticket in self._searches else 0
-        turns = self._refresh(ticket, settle=settle)
-        return finish(turns) if is_short(num_keys) else (yield from turns)
+        return (yield from unless_short(num_keys, self._refresh(ticket, settle=settle)))
 
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
@@ -177,8 +175,7 @@ class Lookups:
     def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
         layout = self._find_layout(query.layout)
         num_keys = check_query(layout, query)
-        turns = self._prefetch(query, layout, num_keys)
-        return finish(turns) if is_short(num_keys) else (yield from turns)
+        return (yield from unless_short(num_keys, self._prefetch(query, layout, num_keys)))
 
     def is_over(self, ticket: int) -> bool:
         """Whether nothing more will arrive, or a wait is over. Cheap."""
@@ -213,6 +210,7 @@ class Lookups:
         self._has_news = True
 
     def _look_up(self, asked: _Asked) -> Turns[Found]:
+        """A short lookup is one step until its chunks are pinned, so they need not be held."""
         missing, notes_use = None, self._ram.policy.learns
         for _ in range(_LOOKUP_ATTEMPTS):
             num_clears = self._ram.num_clears
@@ -221,12 +219,12 @@ class Lookups:
                 presence = Presence(
                     asked.query, asked.layout, self._pins.finder(asked.num_keys, held)
                 )
-                prefix = yield from presence.take_turns()
+                prefix = yield from unless_short(asked.num_keys, presence.take_turns())
                 if notes_use:
                     notes_use = False
                     if asked.cost is not None:
                         missing = self._answers.expected_back(presence.gap(prefix.extent))
-                    yield from self._note_use_turns(asked, prefix)
+                    yield from unless_short(asked.num_keys, self._note_use_turns(asked, prefix))
                 number = next(self._numbers)
                 looked = _Looked(number, asked, num_clears, presence, prefix, missing)
                 found = yield from self._answer_or_search(looked)
@@ -243,13 +241,13 @@ class Lookups:
             asked.owner, asked.query, asked.layout, extent.num_tokens, asked.intent
         )
         if wait is not None:
-            return (yield from self._search(looked, wait))
+            return (yield from unless_short(asked.num_keys, self._search(looked, wait)))
         if self._is_worth_a_search(asked.query, looked.presence, extent):
             declined = asked.cost is not None and not self._planner.pays(
                 asked.cost, asked.query, asked.layout, extent
             )
             if not declined:
-                return (yield from self._search(looked))
+                return (yield from unless_short(asked.num_keys, self._search(looked)))
         # in the same turn as `begin_wait`, so the first of two lookups announces
         is_announced = self._computing.announce(
             asked.owner,
@@ -287,7 +285,7 @@ class Lookups:
         self, looked: _Looked, declined: bool, is_announced: bool
     ) -> Turns[Found | None]:
         asked = looked.asked
-        pinned = yield from looked.prefix.in_order_turns()
+        pinned = yield from unless_short(asked.num_keys, looked.prefix.in_order_turns())
         yield from self._pins.pin_turns(pinned)
         if looked.num_clears != self._ram.num_clears:
             self._pins.unpin(pinned)
@@ -482,11 +480,15 @@ class Lookups:
         first_chunk: int,
         extent: Extent,
     ) -> Turns[ClaimAnswer | None]:
-        rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
-        num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
+        rows = search.here.shard_rows(shard, extent)
+        num_tokens = [search.layout.tokens_per_chunk] * max(0, len(rows[0]) - first_chunk)
         return (
             yield from self._leases.lend_turns(
-                owner, rows, num_tokens, may_go_on=lambda: self._searches.get(ticket) is search
+                owner,
+                rows,
+                num_tokens,
+                first_chunk,
+                may_go_on=lambda: self._searches.get(ticket) is search,
             )
         )
 

@@ -5,6 +5,7 @@ late commit is ignored. So memory never has two owners, and a key never two entr
 """
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -45,7 +46,7 @@ class Grant:
     """
 
     reservation: int
-    offsets: list[list[int]]
+    offsets: list["array[int]"]
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Reservations:
         shard: int,
         *,
         groups: bytes | None = None,
-    ) -> Turns[list[list[int]]]:
+    ) -> Turns[list["array[int]"]]:
         """Return offsets, `[group][chunk]`. Raises ProtocolError, LayoutError."""
         layout, store_options = reservation.layout, reservation.store_options
         _check_names(layout, names, shard)
@@ -119,7 +120,7 @@ class Reservations:
         expires_at = (
             0 if store_options.ttl_s is None else ceil(self._ram.now() + store_options.ttl_s)
         )
-        offsets = [[ABSENT] * len(names) for _ in layout.groups]
+        offsets = [array("q", [ABSENT]) * len(names) for _ in layout.groups]
         now_s = self._clock()
         every_group, num_tokens, first_token = (
             range(len(layout.groups)),

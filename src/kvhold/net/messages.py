@@ -20,7 +20,7 @@ from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -190,12 +190,12 @@ class Claim(Message, frozen=True):
 
 
 class Leased(Message, frozen=True):
-    """offsets:   `[group][chunk]`, bytes from the arena's start; or ABSENT
+    """offsets:   `[group]`, packed (`offsets.py`); bytes from the arena's start, or ABSENT
     checksums: `[group]`, 8 bytes per layer of each present chunk
     """
 
     lease: int
-    offsets: list[list[int]]
+    offsets: list[bytes]
     num_tokens: list[int]
     checksums: list[bytes]
 
@@ -233,10 +233,10 @@ class Reserve(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """`[group][chunk]`, bytes from the arena's start."""
+    """offsets: as in `Leased`"""
 
     reservation: int
-    offsets: list[list[int]]
+    offsets: list[bytes]
 
 
 class Commit(Message, frozen=True):

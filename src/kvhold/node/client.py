@@ -45,6 +45,7 @@ from kvhold.core.rules import store_options_of
 from kvhold.core.status import NodeStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.net import messages as m
+from kvhold.net.offsets import unpack
 from kvhold.node.link import Link
 from kvhold.node.membership import Departures, Duty, Membership
 from kvhold.node.notifier import Notifier
@@ -231,7 +232,7 @@ class NodeClient(WholePrompts):
         lease = leased.lease
         try:
             return Lease(
-                np.array(leased.offsets, dtype=np.int64),
+                unpack(leased.offsets, len(leased.offsets), len(leased.num_tokens)),
                 np.array(leased.num_tokens, dtype=np.int64),
                 first_chunk,
                 buffer,
@@ -266,8 +267,14 @@ class NodeClient(WholePrompts):
             if granted is None:
                 link.let_go()
         reservation = granted.reservation
+        try:
+            offsets = unpack(granted.offsets, len(layout.groups), len(names))
+        except ProtocolError as error:
+            link.let_go()
+            self._break(link, str(error))
+            raise
         return Reservation(
-            np.array(granted.offsets, dtype=np.int64).reshape(len(layout.groups), len(names)),
+            offsets,
             names.num_tokens(layout),
             buffer,
             lambda chunks, checksums: self._commit(link, reservation, chunks, checksums),

@@ -15,11 +15,12 @@ from kvhold.core.api import Found, ReencodeProgress
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.core.status import NodeStatus
 from kvhold.net import messages as m
+from kvhold.net.offsets import pack
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 400  # about 20,000 chunks
-_MOST_PARTS = 32
+_MOST_PARTS = 64
 # enough for 1.2 million tokens of 80 layers
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4
 _MAX_NAME = 100
@@ -34,11 +35,12 @@ class _Snapshot:
         self.more = True
         self._parts = parts
 
-    def take(self) -> list[Entry]:
+    def take_turns(self) -> Turns[list[Entry]]:
         self.page += 1
         entries: list[Entry] = []
         for _ in range(_MOST_PARTS):
             part = next(self._parts, None)
+            yield 1 if part is None else 1 + len(part)
             if part is None:
                 self.more = False
                 break
@@ -227,7 +229,7 @@ class Session:
                 f"{_MOST_CHECKSUMS} fit an answer",
                 fatal=False,
             )
-        return m.Leased(leased.lease, leased.offsets, leased.num_tokens, leased.checksums)
+        return m.Leased(leased.lease, pack(leased.offsets), leased.num_tokens, leased.checksums)
 
     def _damaged(self, request: m.Damaged) -> m.Answer:
         self._state.damaged(self, request.lease, request.offsets)
@@ -248,7 +250,7 @@ class Session:
             store_options=request.store_options,
         )
         return self._in_turns(
-            turns, lambda granted: m.Granted(granted.reservation, granted.offsets)
+            turns, lambda granted: m.Granted(granted.reservation, pack(granted.offsets))
         )
 
     def _commit(self, request: m.Commit) -> m.Answer | Running[m.Answer]:
@@ -294,7 +296,7 @@ class Session:
         progress = self._state.reencodings.find(self, request.number)
         return m.NotFound() if progress is None else m.ReencodeStatus(request.number, progress)
 
-    def _snapshot(self, request: m.Snapshot) -> m.Answer:
+    def _snapshot(self, request: m.Snapshot) -> m.Answer | Running[m.Answer]:
         if request.page == 0:
             self._seen = _Snapshot(*self._state.snapshot())
         if request.page != self._seen.page:
@@ -302,9 +304,12 @@ class Session:
                 f"page {request.page} of a snapshot; the next one is {self._seen.page}, "
                 "and 0 begins another"
             )
-        entries = self._seen.take()
-        return m.Happened(
-            snapshot_of(entries, self._seen.number), self._seen.number, more=self._seen.more
+        seen = self._seen
+        return self._in_turns(
+            seen.take_turns(),
+            lambda entries: m.Happened(
+                snapshot_of(entries, seen.number), seen.number, more=seen.more
+            ),
         )
 
     def _events(self, request: m.Events) -> m.Answer:

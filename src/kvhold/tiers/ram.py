@@ -292,6 +292,9 @@ class RamTier:
     def pin_all(self, entries: Sequence[Entry]) -> None:
         """Keep entries in place until `unpin_all`. They count as used, in this order."""
         self.hold_all(entries)
+        self.touch_all(entries)
+
+    def touch_all(self, entries: Sequence[Entry]) -> None:
         self._policy.touch_all([entry.key for entry in entries])
 
     def hold(self, entry: Entry) -> None:

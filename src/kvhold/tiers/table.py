@@ -47,11 +47,15 @@ class KeyTable(Generic[Value]):
         return chain.from_iterable(map(dict.values, self.shards))
 
     def parts(self) -> Iterator[list[Value]]:
-        """The table may change between parts. Values that stay are in exactly one part."""
+        """The table may change between parts. Values that stay are in exactly one part.
+
+        Many parts are empty: to copy a dictionary's values takes as long as to use a part.
+        """
         for shard in self.shards:
             if not shard:
                 continue
             values = iter(list(shard.values()))
+            yield []
             while part := list(islice(values, _PART)):
                 yield part
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import shake_128
+from struct import iter_unpack
 from typing import Any
 
 import numpy as np
@@ -150,13 +151,13 @@ class Checker:
                     self._stored.get(entry.key, 0), self._granted.get(reservation, 0)
                 )
 
-    def _note_places(self, kind: str, number: int, offsets: list[list[int]]) -> None:
+    def _note_places(self, kind: str, number: int, offsets: list[bytes]) -> None:
         memory = self._memory
         assert memory is not None
         self._places[kind, number] = {
             offset: MemoryPlace(memory, offset, memory.allocations.get(offset, -1))
             for row in offsets
-            for offset in row
+            for (offset,) in iter_unpack("q", row)
             if offset != ABSENT
         }
 

@@ -16,6 +16,7 @@ from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
 from kvhold.core.planning import ComputeIntent
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.net import messages as m
+from kvhold.net import offsets
 from kvhold.node.membership import Departures, Duty, Membership
 from kvhold_lab.simulation.checker import MemoryPlace, kv
 from kvhold_lab.simulation.device import SimDevice
@@ -295,15 +296,17 @@ class SimClient:
                 m.Granted,
             )
             reservation = granted.reservation
+            layout = prompt.namespace.layout
+            rows = offsets.unpack(granted.offsets, len(layout.groups), len(names)).tolist()
             ready: dict[int, bytes] = {}
             for chunk, chain_hash in enumerate(split_hashes(names.hashes)):
                 sums = b""
-                tokens = int(names.num_tokens(prompt.namespace.layout)[chunk])
-                for group, row in enumerate(granted.offsets):
+                tokens = int(names.num_tokens(layout)[chunk])
+                for group, row in enumerate(rows):
                     if row[chunk] != ABSENT:
                         key = make_key(names.namespace, chain_hash, group, shard)
-                        value = kv(key, prompt.namespace.layout.chunk_bytes(group, tokens))
-                        layers = prompt.namespace.layout.groups[group].layers
+                        value = kv(key, layout.chunk_bytes(group, tokens))
+                        layers = layout.groups[group].layers
                         place = self.checker.place(
                             "reservation", link.node.number, reservation, row[chunk]
                         )
@@ -458,7 +461,9 @@ class SimClient:
                     f"{leased.num_tokens} from chunk {first} on"
                 )
             hashes = list(split_hashes(prompt.chain))
-            for group, row in enumerate(leased.offsets):
+            num_chunks = len(leased.num_tokens)
+            rows = offsets.unpack(leased.offsets, len(layout.groups), num_chunks).tolist()
+            for group, row in enumerate(rows):
                 sums = unpack(leased.checksums[group])
                 layers = layout.groups[group].layers
                 present = [chunk for chunk, offset in enumerate(row) if offset != ABSENT]

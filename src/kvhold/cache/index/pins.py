@@ -20,7 +20,19 @@ class Pins:
         return self._ram.find if is_short(num_keys) else self._find_and_hold(held)
 
     def pin_turns(self, entries: list[Entry]) -> Turns[None]:
-        """Pin the last entry first (see `Reservations.commit_turns`)."""
+        """Pin the last entry first (see `Reservations.commit_turns`).
+
+        A short list is held before the first step, so the caller need not hold it.
+        """
+        if is_short(len(entries)):
+            self._ram.hold_all(entries)
+            try:
+                yield len(entries) // 2
+            except GeneratorExit:
+                self._ram.unpin_all(entries)
+                raise
+            self._ram.touch_all(entries[::-1])
+            return
         left = len(entries)
         try:
             while left:

@@ -17,7 +17,7 @@ from kvhold.core.layout import Layout
 Found = TypeVar("Found")
 
 _MOST_LOOKED = 64  # keys per step
-_MOST_ORDERED = 500
+_MOST_ORDERED = 250  # per step
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Prefix(Generic[Found]):
         columns, ordered = self.columns(), list[Found]()
         while part := list(islice(columns, 1 + _MOST_ORDERED // max(1, len(self.rows)))):
             ordered += [found for column in part for found in column if found is not None]
-            yield _MOST_ORDERED // 8
+            yield _MOST_ORDERED // 4
         return ordered
 
     def columns(self) -> Iterator[tuple[Found | None, ...]]:
