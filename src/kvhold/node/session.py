@@ -48,7 +48,7 @@ class _Snapshot:
         return entries
 
 
-class Host(Protocol):
+class SessionNode(Protocol):
     names: Names
 
     def status(self) -> NodeStatus: ...
@@ -72,7 +72,7 @@ class Session:
         self,
         state: CacheState,
         hello: m.Hello,
-        node: Host,
+        node: SessionNode,
         pid: int = 0,
         *,
         watch_process: Callable[[], None] = _watch_nothing,

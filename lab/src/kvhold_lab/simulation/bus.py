@@ -15,7 +15,7 @@ from kvhold.node import peer_publisher
 from kvhold.tiers.peers import bus
 from kvhold.tiers.peers.bus import Inboxes
 from kvhold.tiers.peers.faults import TIER
-from kvhold_lab.simulation.steps import Steps
+from kvhold_lab.simulation.sizes import DrawnSizes
 from kvhold_lab.simulation.world import SimLoop, World
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -24,7 +24,7 @@ _IDLE_S = 15.0  # then the subscription is made again
 _LONGEST_LAG_S = 15.0
 _MOST_KEPT = 3000
 
-BUS_STEPS = Steps(
+BUS_SIZES = DrawnSizes(
     (bus, "_MOST_WAITING_BYTES", (300, 5_000, 4 << 20)),
     (peer_publisher, "BATCH_BYTES", (1, 300, 64 << 10)),
 )

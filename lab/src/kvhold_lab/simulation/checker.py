@@ -15,7 +15,7 @@ from kvhold.core.checksums import unpack
 from kvhold.core.holdings import ABSENT
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
-from kvhold_lab.simulation.clears import OneHost, Origin, Promise
+from kvhold_lab.simulation.clears import OneHost, Promise, SimOrigin
 from kvhold_lab.simulation.world import World
 
 
@@ -43,7 +43,7 @@ class Checker:
     def __init__(self, world: World, promise: Promise | None = None) -> None:
         self._world = world
         self.promise = promise if promise is not None else OneHost()
-        self.origins: dict[int, Origin] = {}
+        self.origins: dict[int, SimOrigin] = {}
         self._memory: CheckedMemory | None = None
         self._state: CacheState | None = None
         self._places: dict[tuple[str, int], dict[int, MemoryPlace]] = {}

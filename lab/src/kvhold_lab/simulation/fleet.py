@@ -20,14 +20,14 @@ from kvhold.tiers.peers import PeersConfig
 from kvhold.tiers.peers.bus import SILENT_S
 from kvhold.tiers.peers.directory import Directory
 from kvhold.tiers.peers.index import DIGEST_BYTES, PeerIndex, unpack
-from kvhold_lab.simulation.bus import BUS_STEPS, SimStream
-from kvhold_lab.simulation.central import STEPS
+from kvhold_lab.simulation.bus import BUS_SIZES, SimStream
+from kvhold_lab.simulation.central import CENTRAL_SIZES
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import SimClient
 from kvhold_lab.simulation.clocks import draw_clock
 from kvhold_lab.simulation.draw import Draw, draw_guard
 from kvhold_lab.simulation.fleet_draw import draw_fleet
-from kvhold_lab.simulation.fleet_node import PEER_STEPS, PORT, DiskValues, FleetNode
+from kvhold_lab.simulation.fleet_node import PEER_SIZES, PORT, DiskValues, FleetNode
 from kvhold_lab.simulation.hosts import draw_small
 from kvhold_lab.simulation.links import LinkedNetwork
 from kvhold_lab.simulation.membership import SimDns, SimEtcd, SimMembership
@@ -297,8 +297,8 @@ class Fleet:
     def __init__(self, world: World, num_hosts: int = 0) -> None:
         self.world = world
         self.random = random = world.random
-        STEPS.draw(random)
-        PEER_STEPS.draw(random)
+        CENTRAL_SIZES.draw(random)
+        PEER_SIZES.draw(random)
         self.network = LinkedNetwork(world)
         self.over = False
         num_hosts = num_hosts or random.choice((2, 2, 3, 4))
@@ -307,7 +307,7 @@ class Fleet:
         self.draw = draw_fleet(world.seed, num_hosts)
         self.stream: SimStream | None = None
         if self.draw.has_bus:
-            BUS_STEPS.draw(random)
+            BUS_SIZES.draw(random)
             self.stream = SimStream(world, usual_s=0.2 if self.is_large else 0.001)
         self.members: SimMembership | None = None
         if self.draw.directory != "static":

@@ -15,7 +15,7 @@ from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.node import listener
 from kvhold.tiers.policies.ghosts import Ghosts
-from kvhold_lab.simulation.central import STEPS
+from kvhold_lab.simulation.central import CENTRAL_SIZES
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import Share, SimClient
 from kvhold_lab.simulation.draw import (
@@ -130,7 +130,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        STEPS.restore()
+        CENTRAL_SIZES.restore()
         peers.restore()
         if was_collecting:
             gc.enable()
