@@ -261,41 +261,32 @@ class Computing:
         if intent is None:
             return None
         handover = intent.handover
-        if handover is not None and waited_s < handover.timeout_s:
-            return self._begin_handover(
-                owner, query, layout, hit_tokens, intent.cost, handover, waited_s
-            )
-        if not intent.waits:
+        if handover is not None and not handover.timeout_s - waited_s > 0:  # NaN, too
+            handover = None
+        if handover is None and not intent.waits:
             return None
         wait = self._next_wait(owner, query, layout, hit_tokens, intent.cost)
-        if wait is None or not wait.cost.is_known:
-            return None
-        if self._is_late(wait.announcement, wait.cost):
-            return None
-        alone_s = self._alone_s(wait, hit_tokens)
-        if alone_s < _LEAST_S or self._waiting_s(wait) > _AS_FAST * alone_s:
+        if handover is not None:
+            if wait is None:
+                return None if waited_s else self._expect(query, layout, hit_tokens, handover)
+            wait.longest_s = handover.timeout_s - waited_s
+        elif wait is None or not self._is_faster(wait):
             return None
         wait.announcement.waits.add(wait)
         return wait
 
-    def _begin_handover(
-        self,
-        owner: Hashable,
-        query: Query,
-        layout: Layout,
-        hit_tokens: int,
-        cost: ComputeCost,
-        handover: HandoverWait,
-        waited_s: float,
-    ) -> Wait | AnnouncementWait | None:
-        """Wait for the announced chunks; before the first wait, also for an announcement."""
-        wait = self._next_wait(owner, query, layout, hit_tokens, cost)
-        if wait is not None:
-            wait.longest_s = handover.timeout_s - waited_s
-            wait.announcement.waits.add(wait)
-            return wait
+    def _is_faster(self, wait: Wait) -> bool:
+        if not wait.cost.is_known or self._is_late(wait.announcement, wait.cost):
+            return False
+        alone_s = self._alone_s(wait, wait.hit_tokens)
+        return alone_s >= _LEAST_S and self._waiting_s(wait) <= _AS_FAST * alone_s
+
+    def _expect(
+        self, query: Query, layout: Layout, hit_tokens: int, handover: HandoverWait
+    ) -> AnnouncementWait | None:
+        """Begin to wait for an announcement of the chunk after a hit."""
         grace_s = min(handover.grace_s, handover.timeout_s)
-        if waited_s or not grace_s:
+        if not grace_s:
             return None
         following = next(_names(query, hit_tokens // layout.tokens_per_chunk), None)
         if following is None or following[1] in self._by_name:
