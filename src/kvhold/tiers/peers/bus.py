@@ -30,6 +30,7 @@ MOST_SEALED_BYTES = 256 << 10
 BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
 SILENT_S = 5.0  # a node publishes something every second
 _CANCEL_AGAIN_S = 2.0
+_IDLE_S = 15.0  # then a subscription is made again
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
 _HEAD_BYTES = _MAC_BYTES + _CLOCK_BYTES
 _MOST_WAITING_BYTES = 4 << 20  # of one peer
@@ -99,6 +100,17 @@ async def end_task(task: "asyncio.Task[None]") -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)
+
+
+async def wait_for_end(end: asyncio.Event, num_taken: Callable[[], int]) -> None:
+    """Wait for the end of a subscription, or until it has taken nothing for `_IDLE_S`."""
+    before = -1
+    while before != num_taken():
+        before = num_taken()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_S):
+                await end.wait()
+            return
 
 
 def seal(records: bytes, *, key: bytes, incarnation: int, at_ms: int) -> bytes:
