@@ -60,7 +60,9 @@ class WaitEnd(StrEnum):
 
 @dataclass(eq=False)
 class Announcement:
-    """chunks:       by name, not stored yet, in the prompt's order
+    """The chunks that one engine computes after a hit.
+
+    chunks:       by name, not stored yet, in the prompt's order
     start_tokens: tokens that the engine has, or loads
     done_tokens:  the end of the stored chunks
     progress_s:   time of the last stored chunk, or of the announcement
@@ -90,7 +92,7 @@ class Announcement:
 
 @dataclass
 class _Chunk:
-    """missing: the keys that memory lacks. end: in tokens"""
+    """An announced chunk. missing: the keys that memory lacks. end: in tokens"""
 
     missing: set[bytes]
     end: int
@@ -363,7 +365,6 @@ class Computing:
         return None if waited_s < wait.longest_s else WaitEnd.NOT_ANNOUNCED
 
     def leave(self, wait: Wait | AnnouncementWait, end: WaitEnd) -> None:
-        """End a wait."""
         if isinstance(wait, AnnouncementWait):
             self._num_expecting -= 1
         else:
@@ -423,14 +424,14 @@ class Computing:
         return announcement.progress_s + pace * left_s
 
     def _waiting_s(self, wait: Wait) -> float:
-        """Seconds to the first token with the awaited chunks."""
+        """Seconds to the first token, with the awaited chunks."""
         cost, end = wait.cost, wait.hit_end
         begin = cost.computed_tokens
         loading_s = _copy_s(cost, end - begin, wait.announcement) if end > begin else 0.0
         return self.expected_s(wait) + loading_s + _rest_s(cost, end)
 
     def _alone_s(self, wait: Wait, hit_tokens: int) -> float:
-        """Seconds to the first token without them."""
+        """The same without them."""
         cost = wait.cost
         begin = cost.computed_tokens
         loading_s = (

@@ -26,7 +26,7 @@ SizeOf = Callable[[bytes, int, int], int]
 
 
 class _Note(NamedTuple):
-    """nbytes: 0: removed"""
+    """A change of one chunk. nbytes: 0: removed"""
 
     place: PeerIndex
     key: bytes

@@ -246,7 +246,6 @@ class Guard:
         return TierOutcome(done, call.pending)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Counts chunks that are not worth their room."""
         if self._learning is None or self._learning.admits(key, nbytes):
             return True
         self.drop(1, reason="declined")

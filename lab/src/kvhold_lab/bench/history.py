@@ -70,7 +70,7 @@ class KeptRun(msgspec.Struct, frozen=True):
     help="Runs to show of each row.",
 )
 def command(results: tuple[Path, ...], file: Path, pattern: str, last: int) -> None:
-    """Keep results with machine and commit, and show how they changed.
+    """Keep results with machine and commit, and show their changes.
 
     `change` is the last run divided by the median of the earlier runs.
     """

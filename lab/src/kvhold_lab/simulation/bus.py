@@ -45,7 +45,6 @@ class SimStream:
     """is_fair: nothing is lost at random any more"""
 
     def __init__(self, world: World, *, usual_s: float) -> None:
-        """usual_s: of a message to a reader"""
         self.world = world
         self.random: Random = world.random
         self.usual_s = usual_s
@@ -158,7 +157,6 @@ class SimBus:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator["_Session"]:
-        """Raises TierUnavailable."""
         session = _Session(self, self._stream, self._host)
         try:
             await session.round_trip()

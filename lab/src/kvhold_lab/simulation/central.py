@@ -447,7 +447,7 @@ class SimCentral:
         self._fault._inner.hangs = 0.0  # type: ignore[attr-defined]
 
     def rest(self) -> None:
-        """Wait until nothing is in progress and strangers are disconnected."""
+        """Wait until nothing is in progress."""
 
         def rests() -> bool:
             central = self._central
@@ -479,7 +479,6 @@ class SimCentral:
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:
-        """Only stored values use memory."""
         for sock, _ in self._strangers:
             sock.close()
         self.rest()

@@ -80,7 +80,7 @@ class Checker:
         return memory
 
     def node_died(self, *, clears_done: bool) -> None:
-        """clears_done: no clear was in progress. The journal has the tiers' clears."""
+        """clears_done: no clear was in progress"""
         self._places.clear()
         self._lookups.clear()
         self._granted.clear()
@@ -245,7 +245,7 @@ class Checker:
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
-        """Check every visible chunk's bytes. Call this after a full scrub."""
+        """Check every visible chunk's bytes, after a full scrub."""
         assert self._state is not None
         ram = self._state.ram
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
@@ -262,7 +262,6 @@ class Checker:
                 return
 
     def check_baseline(self) -> None:
-        """Memory is empty after everything was cleared."""
         state, memory = self._state, self._memory
         assert state is not None and memory is not None
         ram: Any = state.ram

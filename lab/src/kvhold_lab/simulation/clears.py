@@ -83,7 +83,6 @@ class OneHost:
             self._clears.clear()
 
     def born(self, key: bytes, origin: SimOrigin | None, allocation: int) -> int:
-        """The latest store, because a chunk from a tier may be that old."""
         return self.stored.get(key, 0)
 
     def binding(

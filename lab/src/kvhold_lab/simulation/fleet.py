@@ -207,7 +207,6 @@ class FleetHost(Simulation):
             )
 
     def wrong_way(self) -> str:
-        """Return a peer that is not followed by bus; empty: none."""
         late = [
             str(one.address)
             for one in self.running.peers_tier.peers
@@ -216,7 +215,6 @@ class FleetHost(Simulation):
         return f"host {self.number} does not use the bus for {late}" if late else ""
 
     def wrong_feed(self) -> str:
-        """Return a wrong entry of this host's feed; empty: none."""
         node = self.running
         feed: Any = node.peers.feed
         has, told = node.has(), _digests(feed._memory, 0) | _digests(feed._disks, 0)
@@ -228,7 +226,6 @@ class FleetHost(Simulation):
         return "" if node.serves_nothing else f"host {self.number} still pins chunks for peers"
 
     def wrong_index(self) -> str:
-        """Return a wrong entry of this host's index; empty: none."""
         tier = self.running.peers_tier
         unknown = {one.number for one in self.near if one is not self}
         for one in tier.peers:
@@ -472,7 +469,6 @@ class Fleet:
             yield host.end_tier_worker
 
     def _agree(self) -> None:
-        """All hosts know all clears, and their peers' chunks."""
         wrong = ""
 
         def agrees() -> bool:
@@ -488,7 +484,6 @@ class Fleet:
             self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
 
     def _use_bus(self) -> None:
-        """Wait until all changes come over the bus."""
         wrong = ""
 
         def is_used() -> bool:
@@ -508,7 +503,6 @@ class Fleet:
         return ""
 
     def _run_until(self, agrees: Any) -> bool:
-        """Run for at most `_AGREE_S`."""
         world = self.world
         end_s = world.now + _AGREE_S
         while not agrees():

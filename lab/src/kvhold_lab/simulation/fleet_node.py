@@ -299,7 +299,6 @@ class FleetNode(SimNode):
             self.host.fleet.network.leave(name, without_power=without_power)
 
     def has(self) -> set[int]:
-        """Return the digests that peers can read."""
         return {
             digest_of(entry.key)
             for entry in self.state.ram.entries()

@@ -1,7 +1,4 @@
-"""Simulates several hosts with one shared tier. A clear on one host must reach all hosts.
-
-Decision 0026 has the rule, which `clears.py` checks.
-"""
+"""Simulates several hosts with one shared tier, by the rule of `clears.py`."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator

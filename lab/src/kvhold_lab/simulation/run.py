@@ -393,7 +393,6 @@ class Simulation:
             node.end_gently(self.draw.node.drain_s, ended)
 
     def _hurry(self) -> None:
-        """Tiny deadlines cancel a tier's calls at any await."""
         if self.node is not None and self.stores:
             guard = self.random.choice(self.node.stack.guards)
             usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
@@ -462,7 +461,6 @@ class Simulation:
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
     def _come_to_rest(self) -> None:
-        """All calls end, memory becomes free and clears are done."""
         node = self._end_trouble()
         self._end_calls(node)
         self._rest(node, "the clients have left")

@@ -42,7 +42,9 @@ class _Coming:
 
 @dataclass
 class _Survey:
-    """slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
+    """The places of a prompt's chunks.
+
+    slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
     coming:  `{tier: chunk}`, the first with a read in progress
     """

@@ -8,7 +8,7 @@
         --unified-cache-external-linker-config '{"linker_module_path": "kvhold.integrations.sglang",
         "linker": "KVHoldLinker"}'
 
-Supported: SGLang 0.5.23. See docs/sglang.md.
+See docs/sglang.md.
 """
 
 from importlib import import_module
