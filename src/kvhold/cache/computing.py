@@ -8,10 +8,7 @@
 An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
 withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
 counts as stored when memory has it for every shard and every group with full attention; the other
-groups' chunks are stored with it.
-
-A lookup waits while this is faster than computing. In a handover (`HandoverWait`) it waits until a
-deadline, and may first wait for the announcement. No I/O.
+groups' chunks are stored with it. No I/O.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -1,4 +1,4 @@
-"""Guard one tier with deadlines, fault counters and a circuit breaker: a fault is a miss.
+"""Guard one tier with deadlines, fault counters and a circuit breaker. A fault is a miss.
 
 While the breaker is open, calls return misses at once; a background task tries `check`. A late call
 is cancelled, but not awaited. One event loop.

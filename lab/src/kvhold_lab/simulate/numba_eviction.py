@@ -1,8 +1,7 @@
 """Replays a trace like `policy_replay`, with compiled models of the policies, some sixty times
 faster.
 
-`tests/lab/simulate/test_eviction.py` compares each model with its class. Two models have no class:
-`arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
+Two models have no class: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
 """
 
 from typing import Any, NamedTuple
