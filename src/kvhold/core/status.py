@@ -18,8 +18,8 @@ class HeldStatus(TypedDict):
     """The holdings of callers.
 
     tickets:      number of hits
-    leases:       number of leases
-    reservations: number of reservations
+    leases:       leases
+    reservations: reservations
     """
 
     tickets: int

@@ -1,8 +1,4 @@
-"""`kvhold bench history`: results of benchmarks, kept as rows with machine, commit and date.
-
-kvhold bench history --add micro.json     # append to benchmarks/history.jsonl
-kvhold bench history --name 'retrieve*'   # a line per row and machine, oldest run first
-"""
+"""Results of benchmarks, kept as rows with machine, commit and date."""
 
 import os
 import platform

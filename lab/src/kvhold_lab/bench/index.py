@@ -1,4 +1,4 @@
-"""The index in one process: a hit, a miss, and a store, at several sizes."""
+"""The index in one process, at several sizes."""
 
 import os
 from itertools import cycle

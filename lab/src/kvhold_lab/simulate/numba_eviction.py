@@ -28,7 +28,6 @@ def replay(
     lower_capacity: int = 0,
     num_victims: int = 0,
 ) -> Replayed:
-    """See `policy_replay.replay_class`."""
     assert policy in POLICIES and capacity >= 0 and lower_capacity >= 0
     assert chunks.dtype == np.int32 and parents.dtype == np.int32 and starts.dtype == np.int64
     assert (

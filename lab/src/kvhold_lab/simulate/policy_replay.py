@@ -173,7 +173,7 @@ class _Lower(Protocol):
 
 class _Tier:
     """A simulated place.
-    
+
     parents: `{key: parent}`; all None in a tier that does not know them
     victims: all evicted keys, in order
     """

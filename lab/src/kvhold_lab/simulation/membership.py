@@ -224,7 +224,6 @@ class _SimGateway:
         self._etcd = etcd
 
     async def call(self, path: str, request: Any, kind: type[Any]) -> Any:
-        """Raises TierUnavailable."""
         answer = await self._etcd.answer(path, request)
         return kind() if answer is None else answer
 

@@ -398,7 +398,6 @@ class Searches:
         self._update_searches(coming, entry, why_not, origin)
 
     def given_up(self, entry: Entry) -> None:
-        """See `FetchCommand`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)

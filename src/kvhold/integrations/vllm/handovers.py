@@ -150,7 +150,6 @@ def engine_fields(config: "VllmConfig") -> dict[str, Any]:
 
 
 def _read(params: Mapping[str, Any] | None) -> HandoverPart:
-    """Raises ConfigError."""
     if not params:
         return WHOLE_REQUEST
     decodes_elsewhere = _flag(params, "do_remote_decode")
