@@ -1,5 +1,3 @@
-"""The index in one process, at several sizes."""
-
 import os
 from itertools import cycle
 
