@@ -1,10 +1,12 @@
 """The table of allowed imports holds for kvhold, and the contract that checks it can tell when it
-does not.
+does not. No public class name is used twice.
 """
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,14 @@ def test_an_import_or_package_outside_the_table_is_named(
 def test_the_command_line_may_import_anything(house: Path) -> None:
     (house / "house" / "cli.py").write_text("import house.core, house.tiers")
     assert lint(house).returncode == 0
+
+
+def test_no_public_class_name_is_used_twice() -> None:
+    names = Counter(
+        name
+        for folder in ("src", "lab/src")
+        for path in (REPOSITORY / folder).rglob("*.py")
+        for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text(), re.MULTILINE)
+    )
+    assert len(names) > 300
+    assert [name for name, uses in names.items() if uses > 1] == []

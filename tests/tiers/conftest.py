@@ -3,7 +3,7 @@ program is not installed.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 import pytest
@@ -38,13 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def start_or_skip(make: Callable[[], AbstractContextManager[Server]]) -> Iterator[Server]:
-    """Yield a running server; what a fixture delegates to."""
+    """Yield a running server; for fixtures."""
     with ExitStack() as stack:
         try:
             server = stack.enter_context(make())
         except NotInstalled as error:
             pytest.skip(str(error))
         yield server
+
+
+@contextmanager
+def server_or_skip(make: Callable[[], AbstractContextManager[Server]]) -> Iterator[Server]:
+    """Run a server in a `with`; for tests that need one of their own."""
+    yield from start_or_skip(make)
 
 
 def opened(tier: AnyTier) -> AnyTier:

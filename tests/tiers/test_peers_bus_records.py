@@ -31,7 +31,7 @@ def a_record(after: int, *, key: bytes = b"", clear: int = 0) -> bytes:
     chunks = pack([(digest_of(key), 9)]) if key else None
     runs = [p.Run(chunks.digests, chunks.sizes)] if chunks else []
     clears = [p.ClearNumber(SPACE, clear)] if clear else []
-    return bytes(encode(p.Happened(after, runs, clears)))
+    return bytes(encode(p.PeerChanges(after, runs, clears)))
 
 
 @pytest.mark.asyncio

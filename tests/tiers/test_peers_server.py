@@ -287,7 +287,7 @@ class TestHostilePeers:
             bytes(encode(p.Page(1, True, True, [], bytes(16), bytes(8)))),
             bytes(encode(p.Page(1, True, True, [p.ClearNumber(b"x", 1)], b"", b""))),
             bytes(encode(p.Page(1, True, True, [p.ClearNumber(SPACE, 1 << 62)], b"", b""))),
-            bytes(encode(p.Happened(9, [], []))),
+            bytes(encode(p.PeerChanges(9, [], []))),
             bytes(encode(p.PeerWelcome(1, "x", 7))),
         ],
         ids=["length", "junk", "digests", "sizes", "prefix", "number", "gap", "welcome"],

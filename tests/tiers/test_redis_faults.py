@@ -12,6 +12,7 @@ from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.redis import RedisTier
 from kvhold_lab.servers.redis import RedisServer, ReplyError
+from tests.tiers.conftest import server_or_skip
 from tests.tiers.redis_tiers import KEY, MIB, at, name, server, shared_server, tier, turns
 
 __all__ = ["server", "shared_server", "tier"]
@@ -179,7 +180,7 @@ class TestForbidden:
         await tier.close()
 
     async def test_a_password_is_asked_for(self) -> None:
-        with RedisServer(password="secret") as server:
+        with server_or_skip(lambda: RedisServer(password="secret")) as server:
             tier = at(f"redis://127.0.0.1:{server.port}")
             with pytest.raises(TierDenied, match="password"):
                 await tier.check()
@@ -205,7 +206,7 @@ class TestForbidden:
         await tier.close()
 
     async def test_a_certificate_that_is_not_known_is_denied(self) -> None:
-        with RedisServer(tls=True) as server:
+        with server_or_skip(lambda: RedisServer(tls=True)) as server:
             tier = at(f"rediss://127.0.0.1:{server.port}?cert_file={server.client_file}")
             with pytest.raises(TierDenied, match="certificate"):
                 await tier.check()
@@ -261,9 +262,8 @@ class TestOneBadItem:
         assert await tier.delete(keys) == [True, True, True]
 
     async def test_a_full_server_refuses_values_without_room_and_keeps_the_others(self) -> None:
-        with RedisServer(
-            settings={"maxmemory": "24mb", "maxmemory-policy": "noeviction"}
-        ) as server:
+        settings = {"maxmemory": "24mb", "maxmemory-policy": "noeviction"}
+        with server_or_skip(lambda: RedisServer(settings=settings)) as server:
             tier = at(server.url + "?connections=1")
             values = {make_key(i): make_value(i, 4 * MIB) for i in range(12)}
             faults = await tier.put([(key, [memoryview(value)]) for key, value in values.items()])

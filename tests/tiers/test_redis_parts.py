@@ -13,6 +13,7 @@ from kvhold.tiers.redis.resp import ErrorReply, RedisCall
 from kvhold.tiers.redis.split import Head
 from kvhold.tiers.redis.transaction import Transaction
 from kvhold_lab.servers.redis import RedisServer
+from tests.tiers.conftest import server_or_skip
 from tests.tiers.redis_tiers import KEY, MIB, at, name, server, shared_server
 
 __all__ = ["server", "shared_server"]
@@ -266,9 +267,8 @@ class TestValuesInParts:
             assert await tier.get([KEY], [[memoryview(bytearray(10))]], starts=[4995]) == [None]
 
     async def test_a_full_server_keeps_nothing_of_a_value_in_parts(self) -> None:
-        with RedisServer(
-            settings={"maxmemory": "10mb", "maxmemory-policy": "noeviction"}
-        ) as server:
+        settings = {"maxmemory": "10mb", "maxmemory-policy": "noeviction"}
+        with server_or_skip(lambda: RedisServer(settings=settings)) as server:
             tier = at(f"{server.url}?max_value_bytes=1MiB")
             faults = await tier.put(
                 [(KEY, [memoryview(make_value(1, 20 * MIB))]), (make_key(2), [memoryview(b"x")])]

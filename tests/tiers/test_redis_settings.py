@@ -120,10 +120,12 @@ def test_spans_are_the_range_and_nothing_else(
     length = data.draw(st.integers(1, nbytes - start))
     found = [
         stored[span.part][span.start : span.start + span.nbytes]
-        for span in head.spans(start, length)
+        for span in head.part_ranges(start, length)
     ]
     assert b"".join(found) == value[start : start + length]
-    assert [len(piece) for piece in found] == [span.nbytes for span in head.spans(start, length)]
+    assert [len(piece) for piece in found] == [
+        span.nbytes for span in head.part_ranges(start, length)
+    ]
 
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(0, 60), st.integers(0, 60))

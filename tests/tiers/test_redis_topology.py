@@ -14,7 +14,7 @@ from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.topology import slot_of
 from kvhold.tiers.url import parse_url
 from kvhold_lab.servers.redis import RedisCluster, RedisSentinels, RedisServer, wait_for
-from tests.tiers.conftest import opened, start_or_skip
+from tests.tiers.conftest import opened, server_or_skip, start_or_skip
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
@@ -128,7 +128,7 @@ class TestSlotsThatMove:
                 )
 
     async def test_a_node_that_dies_loses_its_own_keys_alone(self) -> None:
-        with RedisCluster() as cluster:
+        with server_or_skip(RedisCluster) as cluster:
             tier = at(cluster.url)
             await store(tier, VALUES)
             dead = cluster.owner(0)
@@ -160,7 +160,7 @@ class TestSlotsThatMove:
             await tier.close()
 
     async def test_a_server_that_is_no_cluster_says_so(self) -> None:
-        with RedisServer() as server:
+        with server_or_skip(RedisServer) as server:
             tier = at(f"redis-cluster://127.0.0.1:{server.port}")
             with pytest.raises(TierError, match="cluster support disabled"):
                 await tier.check()

@@ -40,7 +40,6 @@ class Chores:
             self.add(turns)
 
     def step(self, units: int = TURN, most_s: float = inf) -> bool:
-        """Return whether there is more work."""
         end_s = time.perf_counter() + most_s
         while self._work and units > 0:
             done = next(self._work[0], None)

@@ -8,10 +8,7 @@
 An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
 withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
 counts as stored when memory has it for every shard and every group with full attention; the other
-groups' chunks are stored with it.
-
-A lookup waits while this is faster than computing. In a handover (`HandoverWait`) it waits until a
-deadline, and may first wait for the announcement. No I/O.
+groups' chunks are stored with it. No I/O.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -60,7 +57,9 @@ class WaitEnd(StrEnum):
 
 @dataclass(eq=False)
 class Announcement:
-    """chunks:       by name, not stored yet, in the prompt's order
+    """The chunks that one engine computes after a hit.
+
+    chunks:       by name, not stored yet, in the prompt's order
     start_tokens: tokens that the engine has, or loads
     done_tokens:  the end of the stored chunks
     progress_s:   time of the last stored chunk, or of the announcement
@@ -90,7 +89,7 @@ class Announcement:
 
 @dataclass
 class _Chunk:
-    """missing: the keys that memory lacks. end: in tokens"""
+    """An announced chunk. missing: the keys that memory lacks. end: in tokens"""
 
     missing: set[bytes]
     end: int
@@ -261,41 +260,32 @@ class Computing:
         if intent is None:
             return None
         handover = intent.handover
-        if handover is not None and waited_s < handover.timeout_s:
-            return self._begin_handover(
-                owner, query, layout, hit_tokens, intent.cost, handover, waited_s
-            )
-        if not intent.waits:
+        if handover is not None and not handover.timeout_s - waited_s > 0:  # NaN, too
+            handover = None
+        if handover is None and not intent.waits:
             return None
         wait = self._next_wait(owner, query, layout, hit_tokens, intent.cost)
-        if wait is None or not wait.cost.is_known:
-            return None
-        if self._is_late(wait.announcement, wait.cost):
-            return None
-        alone_s = self._alone_s(wait, hit_tokens)
-        if alone_s < _LEAST_S or self._waiting_s(wait) > _AS_FAST * alone_s:
+        if handover is not None:
+            if wait is None:
+                return None if waited_s else self._expect(query, layout, hit_tokens, handover)
+            wait.longest_s = handover.timeout_s - waited_s
+        elif wait is None or not self._is_faster(wait):
             return None
         wait.announcement.waits.add(wait)
         return wait
 
-    def _begin_handover(
-        self,
-        owner: Hashable,
-        query: Query,
-        layout: Layout,
-        hit_tokens: int,
-        cost: ComputeCost,
-        handover: HandoverWait,
-        waited_s: float,
-    ) -> Wait | AnnouncementWait | None:
-        """Wait for the announced chunks; before the first wait, also for an announcement."""
-        wait = self._next_wait(owner, query, layout, hit_tokens, cost)
-        if wait is not None:
-            wait.longest_s = handover.timeout_s - waited_s
-            wait.announcement.waits.add(wait)
-            return wait
+    def _is_faster(self, wait: Wait) -> bool:
+        if not wait.cost.is_known or self._is_late(wait.announcement, wait.cost):
+            return False
+        alone_s = self._alone_s(wait, wait.hit_tokens)
+        return alone_s >= _LEAST_S and self._waiting_s(wait) <= _AS_FAST * alone_s
+
+    def _expect(
+        self, query: Query, layout: Layout, hit_tokens: int, handover: HandoverWait
+    ) -> AnnouncementWait | None:
+        """Begin to wait for an announcement of the chunk after a hit."""
         grace_s = min(handover.grace_s, handover.timeout_s)
-        if waited_s or not grace_s:
+        if not grace_s:
             return None
         following = next(_names(query, hit_tokens // layout.tokens_per_chunk), None)
         if following is None or following[1] in self._by_name:
@@ -372,7 +362,6 @@ class Computing:
         return None if waited_s < wait.longest_s else WaitEnd.NOT_ANNOUNCED
 
     def leave(self, wait: Wait | AnnouncementWait, end: WaitEnd) -> None:
-        """End a wait."""
         if isinstance(wait, AnnouncementWait):
             self._num_expecting -= 1
         else:
@@ -432,14 +421,14 @@ class Computing:
         return announcement.progress_s + pace * left_s
 
     def _waiting_s(self, wait: Wait) -> float:
-        """Seconds to the first token with the awaited chunks."""
+        """Seconds to the first token, with the awaited chunks."""
         cost, end = wait.cost, wait.hit_end
         begin = cost.computed_tokens
         loading_s = _copy_s(cost, end - begin, wait.announcement) if end > begin else 0.0
         return self.expected_s(wait) + loading_s + _rest_s(cost, end)
 
     def _alone_s(self, wait: Wait, hit_tokens: int) -> float:
-        """Seconds to the first token without them."""
+        """The same without them."""
         cost = wait.cost
         begin = cost.computed_tokens
         loading_s = (

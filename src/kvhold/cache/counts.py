@@ -1,5 +1,3 @@
-"""Count lookups and chunks."""
-
 from collections.abc import Sequence
 
 from kvhold.core.api import Found

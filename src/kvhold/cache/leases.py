@@ -59,7 +59,9 @@ class Held:
 
 @dataclass
 class _Ticket:
-    """shards:   `{shard: [group][chunk]}`
+    """A settled hit.
+
+    shards:   `{shard: [group][chunk]}`
     claiming: number of claims in progress, which need the pins
     dropped:  released; the last claim unpins the entries
     """
@@ -261,7 +263,6 @@ class Leases:
     def commit_turns(
         self, owner: Owner, reservation: int, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
-        """See `Reservations.commit_turns`."""
         reservations = self._of(owner).reservations
         if (reserved := reservations.get(reservation)) is not None:
             yield from self._reservations.commit_turns(reserved, chunks, checksums)

@@ -71,7 +71,9 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Looked:
-    """num_clears: of memory, before the lookup
+    """A lookup and its hit in memory.
+
+    num_clears: of memory, before the lookup
     missing:    the first missing chunk, if it is expected back
     """
 
@@ -133,7 +135,6 @@ class Lookups:
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
     ) -> Turns[Found]:
-        """See `core.api.Cache.lookup`."""
         layout = self._find_layout(query.layout)
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)

@@ -43,7 +43,6 @@ class Scrubber:
         return self
 
     def stop(self) -> None:
-        """Stop. Returns when the thread reads no chunk."""
         self._stopped.set()
         self._taken.put(None)
         if self._thread is not None:
@@ -103,7 +102,6 @@ class Scrubber:
             yield xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated
 
     def give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
-        """Called through `post`."""
         self._state.metrics.add("kvhold_scrubbed_chunks", len(entries))
         self._state.metrics.add("kvhold_scrubbed_bytes", sum(entry.nbytes for entry in entries))
         self._state.remove_damaged(damaged, "scrubber")

@@ -309,7 +309,6 @@ class CacheState:
         return number
 
     def step(self, units: int | None = None) -> bool:
-        """Return whether there is more background work."""
         return self._chores.step(self.turn_units if units is None else units, self.turn_s)
 
     @property
@@ -393,7 +392,6 @@ class CacheState:
         self._writes.done(number)
 
     def given_up(self, entry: Entry) -> None:
-        """See `FetchCommand`."""
         self._searches.given_up(entry)
 
     def let_go(self, entry: Entry) -> None:
@@ -411,7 +409,6 @@ class CacheState:
         why: Reason = TIER_DOWN,
         origin: Origin | None = None,
     ) -> None:
-        """See `FetchCommand`."""
         if not ok and why not in PASSING:
             self._evictions.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why, origin=origin)

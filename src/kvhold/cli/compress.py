@@ -52,9 +52,8 @@ def command(
 
     Returns when it is done.
 
-    Chunks that are stored later use the tier's own setting. The budget of each namespace still
-    applies: lossless replaces a lossy codec where the namespace allows no loss, as by default. A
-    lossy codec never re-encodes a chunk of another lossy codec.
+    The budget of each namespace still applies: lossless replaces a lossy codec where the namespace
+    allows no loss, as by default. A lossy codec never re-encodes a chunk of another lossy codec.
     """
     reencode(codec, CompressOptions(tier, namespace, socket, as_json))
 

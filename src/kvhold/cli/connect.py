@@ -4,6 +4,5 @@ from kvhold.node.paths import socket_path
 
 
 def connect(socket: str | None, name: str) -> NodeClient:
-    """Raises NodeError: no node."""
     config = load_config({"node": {"socket": socket}} if socket else {})
     return NodeClient(socket_path(config.node.socket), config.client, name=name)

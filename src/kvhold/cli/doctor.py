@@ -1,4 +1,4 @@
-"""`kvhold doctor`: check the node and the tiers.
+"""`kvhold doctor`.
 
 In each tier, a test chunk is put, probed, read whole and in part, checked and deleted. The tier's
 deadlines apply, its breaker does not. Each peer is logged in to.

@@ -1,5 +1,3 @@
-"""Option types and shared options."""
-
 from typing import TYPE_CHECKING, Any
 
 import click

@@ -119,7 +119,9 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """octaves: [groups], a step is base * 2**octave
+    """The steps of one plane.
+
+    octaves: [groups], a step is base * 2**octave
     offsets: [groups], the mean in whole steps
     """
 
@@ -227,7 +229,9 @@ def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Byt
 
 @dataclass(frozen=True)
 class _Coding:
-    """shifts: [tokens, runs], or empty
+    """The codes of one plane.
+
+    shifts: [tokens, runs], or empty
     kinds: [tokens * width], numbers of distributions
     """
 

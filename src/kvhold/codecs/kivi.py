@@ -85,7 +85,6 @@ def write_keys(plane: Elements, place: LayerShape, bits: int, out: memoryview) -
 
 
 def read_keys(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
-    """Raises FrameError."""
     full = place.tokens // groups.GROUP
     ends = _read_ends(encoded, place, (full, 2, place.width))
     codes, rest = _keys_parts(np.frombuffer(encoded, np.uint8), place, bits, ends)
@@ -106,7 +105,6 @@ def write_values(plane: Elements, place: LayerShape, bits: int, out: memoryview)
 
 
 def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
-    """Raises FrameError."""
     ends = _read_ends(
         encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim))
     )

@@ -121,7 +121,6 @@ class WholePrompts:
 
 
 def _read(lease: Lease, layout: Layout, num_tokens: int) -> list[npt.NDArray[Any]]:
-    """Raises DamagedChunks."""
     kv = [_empty(group, num_tokens) for group in layout.groups]
     for number, group in enumerate(layout.groups):
         places, first = lease.chunks(number), 0

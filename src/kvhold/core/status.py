@@ -3,7 +3,7 @@
     status = cache.status(); status["used_bytes"]      # CacheStatus
     client.status()["pid"]                             # NodeStatus, as in `kvhold status --json`
 
-The values are dicts, as they are printed as JSON. docs/api.md shows these docstrings.
+The values are dicts, as they are printed as JSON.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ class HeldStatus(TypedDict):
     """The holdings of callers.
 
     tickets:      number of hits
-    leases:       number of leases
-    reservations: number of reservations
+    leases:       leases
+    reservations: reservations
     """
 
     tickets: int
@@ -65,12 +65,12 @@ class FollowedPeerStatus(TypedDict):
     chunks:             its chunks in the index
     events:             its changes
     events_per_s:       changes a second
-    loads:              gets that the peer was asked for
+    loads:              gets from it
     loads_per_s:        gets a second
-    loaded_chunks:      chunks that the peer sent
-    loaded_bytes:       bytes of frames that the peer sent
+    loaded_chunks:      chunks that it sent
+    loaded_bytes:       bytes of their frames
     loaded_bytes_per_s: bytes a second
-    absent_chunks:      chunks that it had evicted when they were asked for
+    absent_chunks:      wanted chunks that it had evicted
     last_load_s:        seconds of the last answered get; null: none yet
     median_load_s:      median of the last 64; null: none yet
     last_fault:         latest fault; empty: none
@@ -103,12 +103,12 @@ class FollowedPeerStatus(TypedDict):
 class FollowedPeersStatus(TypedDict):
     """The peers of a tier.
 
-    directory:   where the list of peers comes from; empty: the tier's URL
-    list_age_s:  seconds since the list was read; null: it was not, or it is in the URL
+    directory:   source of the list; empty: the tier's URL
+    list_age_s:  seconds since it was read; null: never, or it is in the URL
     list_fault:  fault of the latest read; empty: none
     registered:  this node's address in the directory; empty: none
-    bus:         the bus by which changes come; empty: a connection to each peer
-    bus_fault:   why the bus cannot be read now; empty: it can
+    bus:         the bus of changes; empty: a connection to each peer
+    bus_fault:   why it cannot be read now; empty: it can
     bus_ignored: ignored records: forged, damaged, or of unknown nodes
     chunks:      chunks in the index of all peers
     peers:       by number
@@ -195,9 +195,9 @@ class StateStatus(TypedDict):
     arena_bytes:      size of the arena
     used_bytes:       arena bytes in use
     chunks:           in memory, reserved ones included
-    pinned_chunks:    chunks that hits, leases or transfers hold in memory
-    clearing_chunks:  cleared chunks whose memory is not yet free
-    arriving_chunks:  chunks whose memory is in use by reads of tiers
+    pinned_chunks:    held by hits, leases or transfers
+    clearing_chunks:  cleared, memory not yet free
+    arriving_chunks:  being read from tiers
     announced_chunks: whole chunks that engines compute, not stored yet
     reencodings:      running and waiting re-encodings
     write_behind:     chunks on their way to tiers
@@ -265,11 +265,11 @@ class ServedPeerStatus(TypedDict):
     connections:     its connections; 0: it has left
     follows:         it receives the changes of this node
     state_s:         seconds since it came, or left
-    chunks:          chunks sent to the peer
+    chunks:          chunks sent
     absent_chunks:   chunks that it asked for in vain
-    bytes:           bytes of frames sent to the peer
+    bytes:           bytes of their frames
     bytes_per_s:     in the last minute
-    in_flight_bytes: bytes that are pinned, or in buffers, while they are sent
+    in_flight_bytes: pinned or in buffers, being sent
     """
 
     address: str
@@ -306,8 +306,8 @@ class ServedPeersStatus(TypedDict):
     incarnation:     random number of this start of the node
     connections:     connections of other nodes
     chunks:          chunks that other nodes can find here
-    index_bytes:     bytes of the index of these chunks
-    in_flight_bytes: bytes that are pinned, or in buffers, while they are sent
+    index_bytes:     bytes of their index
+    in_flight_bytes: pinned or in buffers, being sent
     peers:           nodes that read here, or have read
     refused:         at most 16 hosts, the latest first
     counters:        metrics of the service

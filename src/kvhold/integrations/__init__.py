@@ -1,1 +1,0 @@
-"""One package per engine."""

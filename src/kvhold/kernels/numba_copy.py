@@ -15,6 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvhold.kernels.numba_compile import compiled
 from kvhold.kernels.plan import Plan
 
 STREAM_BYTES = 4 << 20  # larger calls use streaming stores
@@ -286,11 +287,4 @@ _COPY_TILES = types.void(
 )
 
 
-def _compile() -> Any:
-    try:
-        return njit(_COPY_TILES, nogil=True, cache=True)(_copy_tiles_source)
-    except (RuntimeError, OSError):
-        return njit(_COPY_TILES, nogil=True)(_copy_tiles_source)
-
-
-_copy_tiles = _compile()
+_copy_tiles = compiled(_COPY_TILES)(_copy_tiles_source)

@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
 from kvhold.kernels import numba_copy
+from kvhold.kernels.numba_compile import compiled
 from kvhold.kernels.numba_copy import _fence, _int64s, _memcpy, _on_lines, _stream_line, _take
 from kvhold.kernels.numba_xxh3 import (
     SHORT_BYTES,
@@ -171,11 +172,4 @@ _COPY_TASKS = types.void(
 )
 
 
-def _compile() -> Any:
-    try:
-        return njit(_COPY_TASKS, nogil=True, cache=True)(_copy_tasks_source)
-    except (RuntimeError, OSError):
-        return njit(_COPY_TASKS, nogil=True)(_copy_tasks_source)
-
-
-_copy_tasks = _compile()
+_copy_tasks = compiled(_COPY_TASKS)(_copy_tasks_source)

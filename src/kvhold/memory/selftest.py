@@ -1,6 +1,6 @@
 """Check at start that copies are ordered with the engine's own work.
 
-A wrong order is rare and silent, so the check delays a stream. A copy that waits for it must be
+The check delays a stream. A copy that waits for it must be
 right, and a copy that does not wait must be wrong.
 """
 

@@ -170,7 +170,7 @@ def size_class(nbytes: int) -> int:
 
 
 class _Slab:
-    """free: negated offsets, ascending, so that `pop` returns the lowest."""
+    """Equal slots. free: negated offsets, ascending, so that `pop` returns the lowest"""
 
     def __init__(self, start: int, nbytes: int, slot_bytes: int) -> None:
         self.start, self.nbytes, self.slot_bytes = start, nbytes, slot_bytes

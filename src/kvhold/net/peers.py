@@ -7,7 +7,7 @@ A **get** is answered by PeerValues, each followed by the values' bytes, in the 
 
 A **follow** is answered by a snapshot's pages, unless the node still has all events after the
 follower's number, and then events. A follower whose number is not `after` has missed changes and
-follows again. A node sends an empty Happened after `BEAT_S` without an event.
+follows again. A node sends an empty PeerChanges after `BEAT_S` without an event.
 """
 
 from typing import Union
@@ -83,7 +83,7 @@ class PeerValues(PeerMessage, frozen=True):
 
 
 class Follow(PeerMessage, frozen=True):
-    """Ask for the stream of changes. -> Page, Happened
+    """Ask for the stream of changes. -> Page, PeerChanges
 
     incarnation, after: known to the follower; 0: nothing
     """
@@ -126,7 +126,7 @@ class Run(PeerMessage, frozen=True):
     sizes: bytes
 
 
-class Happened(PeerMessage, frozen=True):
+class PeerChanges(PeerMessage, frozen=True, tag="Happened"):
     """The next changes. after: the number of the change before"""
 
     after: int
@@ -136,4 +136,4 @@ class Happened(PeerMessage, frozen=True):
 
 Greeting = Union[PeerWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union
 Request = Union[PeerGet, Follow, Introduce]  # noqa: UP007
-News = Union[Page, Happened]  # noqa: UP007
+News = Union[Page, PeerChanges]  # noqa: UP007

@@ -1,5 +1,3 @@
-"""The node and its client."""
-
 from kvhold.node.client import NodeClient
 from kvhold.node.start import connect, end_node
 

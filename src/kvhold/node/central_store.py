@@ -229,12 +229,12 @@ class CentralStore:
         self._tasks.start(self._remove_again(guard, [entry.key for entry in entries]))
 
     async def _remove_again(self, guard: Guard, keys: list[bytes]) -> None:
-        """Remove values whose write ended after their delete."""
+        """For values whose write ended after their delete."""
         await remove(guard, keys)
         self._write_again(keys)
 
     def _write_again(self, keys: Sequence[bytes]) -> None:
-        """Write values that came during a delete, which may have removed them."""
+        """For values that came during a delete, which may have removed them."""
         for key in keys:
             if len(self._stack) and (entry := self.ram.find(key)) is not None:
                 self._writes.add(entry, None)

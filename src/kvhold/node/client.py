@@ -296,7 +296,7 @@ class NodeClient(WholePrompts):
         self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
 
     def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
-        """Return the last clear's time; 0: none."""
+        """0: none."""
         return self._call(m.LastClear(namespace), m.Done, deadline_s).count
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -360,7 +360,7 @@ class NodeClient(WholePrompts):
         return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
-        """Return the node's clients. deadline_s: per page"""
+        """deadline_s: per page"""
         part = self._call(m.Clients(), m.ClientList, deadline_s)
         found = list(part.clients)
         while part.more:
@@ -565,7 +565,6 @@ class NodeClient(WholePrompts):
             self._closed.wait(self._membership.pause_s(self._config.reconnect_interval_s))
 
     def _introduce(self, link: Link) -> None:
-        """Register every namespace, then give the link to callers."""
         told: set[bytes] = set()
         while True:
             with self._lock:

@@ -405,7 +405,6 @@ os.register_at_fork(after_in_child=_forget_links)
 def _join(
     path: Path, name: str, timeout_s: float, requires: bytes
 ) -> tuple[socket.socket, m.Welcome, int]:
-    """Raises NodeError."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:

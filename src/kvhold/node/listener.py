@@ -39,7 +39,6 @@ class Listener:
         self._joining: set[asyncio.Task[object]] = set()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Raises OSError."""
         self._loop = loop
         self._socket.setblocking(False)
         self._socket.listen(_BACKLOG)

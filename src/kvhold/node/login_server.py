@@ -210,7 +210,6 @@ class LoginServer(ABC):
                 stream.close()
 
     async def _log_in(self, stream: Stream) -> None:
-        """Raises _Stranger."""
         try:
             prefix = await stream.read(LENGTH_BYTES)
             hello = _hello.decode(await stream.read(body_length(prefix, login.MAX_HELLO_BYTES)))

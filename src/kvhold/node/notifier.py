@@ -11,7 +11,6 @@ class Notifier:
     """Any thread may call, even after `close`."""
 
     def __init__(self) -> None:
-        """Raises NodeError: no descriptor."""
         self._fd = -1
         self._lock = threading.Lock()
         try:

@@ -26,7 +26,7 @@ SizeOf = Callable[[bytes, int, int], int]
 
 
 class _Note(NamedTuple):
-    """nbytes: 0: removed"""
+    """A change of one chunk. nbytes: 0: removed"""
 
     place: PeerIndex
     key: bytes
@@ -113,7 +113,7 @@ class PeerFeed:
 
     def changes_after(self, number: int) -> tuple[bytes, int] | None:
         if number == self.number:
-            return bytes(encode(p.Happened(number, [], []))), number
+            return bytes(encode(p.PeerChanges(number, [], []))), number
         return self._kept.get(number)
 
     def pages(self) -> Iterator[p.Page]:
@@ -170,7 +170,7 @@ class PeerFeed:
 
     def _keep(self, runs: list[p.Run], clears: list[p.ClearNumber], num_changes: int) -> None:
         before, self.number = self.number, self.number + num_changes
-        self._kept[before] = bytes(encode(p.Happened(before, runs, clears))), self.number
+        self._kept[before] = bytes(encode(p.PeerChanges(before, runs, clears))), self.number
         self._num_kept += num_changes
         while self._num_kept > _MOST_KEPT:
             oldest = next(iter(self._kept))

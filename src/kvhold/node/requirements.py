@@ -31,7 +31,6 @@ def pack(requirements: Requirements) -> bytes:
 
 
 def unpack(packed: bytes) -> Requirements:
-    """Raises ProtocolError."""
     try:
         return _decoder.decode(packed) if packed else Requirements()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -325,7 +325,6 @@ class Node:
         return listener
 
     def _refusal(self) -> str | None:
-        """None: a client can join."""
         if len(self.connections) < self._most_clients:
             return None
         self.metrics.add("kvhold_protocol_errors", reason="too many")
@@ -369,7 +368,6 @@ class Node:
         return m.ClientList(ended)
 
     def departed(self, run: int, number: int, pid: int) -> None:
-        """Ignores clients of other processes."""
         for connection in list(self.connections):
             if (
                 run == self.run

@@ -50,7 +50,7 @@ class _Snapshot:
         return entries
 
 
-class Host(Protocol):
+class SessionNode(Protocol):
     names: Names
 
     def status(self) -> NodeStatus: ...
@@ -74,7 +74,7 @@ class Session:
         self,
         state: CacheState,
         hello: m.Hello,
-        node: Host,
+        node: SessionNode,
         pid: int = 0,
         *,
         watch_process: Callable[[], None] = _watch_nothing,

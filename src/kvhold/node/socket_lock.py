@@ -1,5 +1,3 @@
-"""The lock on a node's socket."""
-
 import errno
 import fcntl
 import os

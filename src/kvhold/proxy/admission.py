@@ -48,7 +48,6 @@ class Admission:
         return len(self._waiting)
 
     def check_queue(self) -> None:
-        """Raises ProxyOverloaded if a request would be refused now."""
         if not self._has_room() and self.queued >= self._config.max_queued:
             raise ProxyOverloaded(
                 "queue_full", f"{self.queued} requests wait for a decode engine (proxy.max_queued)"
@@ -56,7 +55,6 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Raises ProxyOverloaded."""
         self.check_queue()
         if self._waiting or not self._has_room():
             await self._wait()

@@ -64,7 +64,7 @@ class ProxiedRequest:
 
 @dataclass
 class _Handed:
-    """running: the prefill, if the decode engine need not wait for its end"""
+    """The prefill's result. running: the prefill, if the decode engine need not wait for its end"""
 
     params: Params = field(default_factory=dict)
     running: "asyncio.Task[Params | None] | None" = None

@@ -266,7 +266,6 @@ class ProxyExchange:
             log.debug("request %s: the client has left", self.request_id)
 
     async def _send(self, sending: Awaitable[object]) -> None:
-        """Raises ConnectionError, SlowClient."""
         try:
             async with asyncio.timeout(self._config.client_timeout_s):
                 await sending

@@ -1,5 +1,3 @@
-"""Count the tokens that fit into a place, by codec."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The part of `CacheContract` about lookups and loads."""
+"""Lookups and loads, for `CacheContract`."""
 
 from secrets import token_hex
 

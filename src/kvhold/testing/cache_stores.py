@@ -1,4 +1,4 @@
-"""The part of `CacheContract` about reservations, writes and commits."""
+"""Reservations, writes and commits, for `CacheContract`."""
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings

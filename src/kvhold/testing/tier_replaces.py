@@ -1,5 +1,3 @@
-"""The part of `TierContract` about replacing values."""
-
 import asyncio
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""Convert numbers to bytes and back in every dtype of a layout, exactly and slowly."""
+"""Numbers as bytes in every dtype of a layout, exactly and slowly."""
 
 from functools import cache
 

@@ -33,7 +33,6 @@ class Getting:
         return size_of(self.parts)
 
     async def take(self, stream: Stream, size: int | None) -> None:
-        """Raises ProtocolError."""
         self.size = None  # a second reply may overwrite a part of the first one's bytes
         if size is not None:
             if not 0 < size <= self.nbytes or (self.start is not None and size != self.nbytes):

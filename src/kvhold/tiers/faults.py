@@ -6,15 +6,13 @@
 A rule is `operation:kind[:when[:with]]`. `when` is a probability (`0.01`), a number (`@3`: the
 third alone), or both (`0.5@3`). Default: always.
 
-| kind | operations | effect | with |
-|---|---|---|---|
-| error | all | raises; the tier is not called | error, unavailable, full or denied |
-| delay | all | waits first | a time: 0.5s, 20ms |
-| hang | all | waits for cancellation or `release` | |
-| corrupt | get | flips bits of a value | the number of bits; default 1 |
-| truncate | get, probe | delivers or reports fewer bytes | |
-| swap | get | delivers another seen key's value | |
-| stale | get, probe | misses a stored value; a probe also finds a removed one | |
+    error     raises; the tier is not called. With error, unavailable, full or denied
+    delay     waits first. With a time: 0.5s, 20ms
+    hang      waits for cancellation or `release`
+    corrupt   get: flips bits of a value. With their number; default 1
+    truncate  get, probe: delivers or reports fewer bytes
+    swap      get: delivers another seen key's value
+    stale     get, probe: misses a stored value; a probe also finds a removed one
 
 `@n` counts calls for `error`, `delay` and `hang`, keys for `swap` and a probe's `stale`, and hits
 for all others.

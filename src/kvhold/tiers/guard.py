@@ -1,4 +1,4 @@
-"""Guard one tier with deadlines, fault counters and a circuit breaker: a fault is a miss.
+"""Guard one tier with deadlines, fault counters and a circuit breaker. A fault is a miss.
 
 While the breaker is open, calls return misses at once; a background task tries `check`. A late call
 is cancelled, but not awaited. One event loop.
@@ -246,7 +246,6 @@ class Guard:
         return TierOutcome(done, call.pending)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Counts chunks that are not worth their room."""
         if self._learning is None or self._learning.admits(key, nbytes):
             return True
         self.drop(1, reason="declined")

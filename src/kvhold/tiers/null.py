@@ -1,4 +1,4 @@
-"""The null tier, `null://`: keeps no value, to measure the path above.
+"""`null://` keeps no value, to measure the path above.
 
 **It breaks the contract on purpose:** `put` reports success, and stores nothing.
 """

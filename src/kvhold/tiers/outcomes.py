@@ -1,5 +1,3 @@
-"""The answers of a guarded tier."""
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Generic

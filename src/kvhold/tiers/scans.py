@@ -1,5 +1,3 @@
-"""A tier's scan as a `with`, for a caller that may leave early."""
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -99,7 +99,7 @@ def learning_tiers(stack: Stack) -> dict[str, Learns]:
 
 
 def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics) -> Stack:
-    """Does not connect. Raises ConfigError."""
+    """Raises ConfigError."""
     guards: list[Guard] = []
     for url in urls:
         tier, config = make_tier(url, plugins=plugins)

@@ -12,7 +12,7 @@ import pytest
 from kvhold.core.errors import TierUnavailable
 from kvhold.tiers.peers.directory import Listing, Own
 from kvhold_lab.simulation.bus import SimBus, SimStream
-from kvhold_lab.simulation.clears import Origin
+from kvhold_lab.simulation.clears import SimOrigin
 from kvhold_lab.simulation.clocks import HostClock
 from kvhold_lab.simulation.fleet_draw import draw_fleet
 from kvhold_lab.simulation.membership import SimDns, SimEtcd, SimMembership
@@ -174,7 +174,7 @@ class TestClearsByOtherClocks:
     def bound(self, promise: PeerClears, world: World) -> list[int]:
         """Return since when chunks from a peer must have been stored."""
         asked = world.number()
-        found = promise.binding(SPACE + b"key", Origin(0, True), asked, 0.0)
+        found = promise.binding(SPACE + b"key", SimOrigin(0, True), asked, 0.0)
         return [since for since, _ in found]
 
     def test_a_clear_by_an_equal_clock_binds_from_its_beginning(self, world: World) -> None:

@@ -1,8 +1,4 @@
-"""Codecs on one core: ratio, speed and error, compared with a memcpy of the same bytes.
-
-As in trained models (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024), `synthetic` has a few
-large key channels.
-"""
+"""Codecs on one core: ratio, speed and error, compared with a memcpy of the same bytes."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

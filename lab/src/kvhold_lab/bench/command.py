@@ -38,7 +38,7 @@ _MARKS = {True: "yes", False: "NO", None: "-"}
 def command(context: click.Context) -> None:
     """Measure kvhold, and limits in the same run.
 
-    Values are medians. Machines are noisy, so trust the ratios.
+    Values are medians.
     """
     context.with_resource(ending_in_order())
 

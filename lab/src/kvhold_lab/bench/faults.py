@@ -1,8 +1,4 @@
-"""The fault matrix: the effect of each fault of each tier on a node and its client
-(docs/faults.md).
-
-Every byte of a chunk follows from its key.
-"""
+"""The fault matrix (docs/faults.md). Every byte of a chunk follows from its key."""
 
 import os
 import subprocess

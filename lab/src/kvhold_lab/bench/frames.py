@@ -1,5 +1,3 @@
-"""Framing and checking raw chunks, compared with xxh3 over the same bytes."""
-
 import os
 
 from xxhash import xxh3_64_intdigest

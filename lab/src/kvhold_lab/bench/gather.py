@@ -1,7 +1,4 @@
-"""Gather and scatter in host memory, compared with a memcpy by as many threads.
-
-kvhold prefetches, so it may be faster than the limit, one libc memcpy in each thread.
-"""
+"""Gather and scatter in host memory, compared with a libc memcpy by as many threads."""
 
 import ctypes
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Naming a prompt's chunks, compared with the same hash over the same bytes in one call."""
-
 from hashlib import blake2b
 
 import numpy as np

@@ -1,8 +1,4 @@
-"""`kvhold bench history`: results of benchmarks, kept as rows with machine, commit and date.
-
-kvhold bench history --add micro.json     # append to benchmarks/history.jsonl
-kvhold bench history --name 'retrieve*'   # a line per row and machine, oldest run first
-"""
+"""Results of benchmarks, kept as rows with machine, commit and date."""
 
 import os
 import platform
@@ -70,7 +66,7 @@ class KeptRun(msgspec.Struct, frozen=True):
     help="Runs to show of each row.",
 )
 def command(results: tuple[Path, ...], file: Path, pattern: str, last: int) -> None:
-    """Keep results with machine and commit, and show how they changed.
+    """Keep results with machine and commit, and show their changes.
 
     `change` is the last run divided by the median of the earlier runs.
     """

@@ -1,5 +1,3 @@
-"""The index in one process: a hit, a miss, and a store, at several sizes."""
-
 import os
 from itertools import cycle
 

@@ -1,5 +1,3 @@
-"""A prompt's lookup through a node, compared with hashing and an empty round trip."""
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,5 +1,3 @@
-"""Store and retrieve through a real node's memory, compared with a memcpy."""
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -199,7 +199,6 @@ def _event_row(sizes: PeersSizes) -> PeersRow:
 
 
 async def _follow(node: RunningPeer, given: IO[str], num_batches: int, batch: int) -> list[float]:
-    """Return when the last chunk of each batch was found."""
     tier, _ = make_tier(_following(node))
     found_s = []
     try:
@@ -359,7 +358,6 @@ def _keys(hashes: bytes, space: Namespace = _SMALL) -> list[bytes]:
 def _store(
     client: NodeClient, space: Namespace, names: ChunkNames, data: bytes | None = None
 ) -> float:
-    """data: None: leave the memory as it is"""
     with client.reserve(space.layout, names) as reservation:
         assert len(reservation.granted) == len(names), "the node's memory is large enough"
         if data is not None:

@@ -1,5 +1,3 @@
-"""The index with `policy = "learned"`, compared with LRU, at several sizes."""
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, count, cycle, tee

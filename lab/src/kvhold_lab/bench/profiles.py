@@ -1,7 +1,4 @@
-"""Profiles of rows that stay below their limit.
-
-cProfile slows calls in Python most, so use it for counts.
-"""
+"""Profiles of rows that stay below their limit."""
 
 import cProfile
 import io

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 _RESAMPLES = 4_000
+_CPU_TICK_S = 0.01  # of a coarse CPU clock, which reads 0 within its first tick
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Goal:
 def ratio(
     cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds"
 ) -> Ratio:
+    least_s = _CPU_TICK_S if what == "cpu_s" else 0.0
     times = [getattr(cell, what) for cell in shared(cells, name, other)]
-    values = np.array([time[name] / time[other] for time in times])
+    values = np.array([max(time[name], least_s) / max(time[other], least_s) for time in times])
     resampled = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(resampled, axis=1), (2.5, 97.5))
     return Ratio(float(np.median(values)), float(low), float(high), len(values))

@@ -1,5 +1,3 @@
-"""kvhold's import, a node's start, and a node's memory without its arena."""
-
 import subprocess
 import sys
 import tempfile

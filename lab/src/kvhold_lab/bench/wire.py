@@ -1,7 +1,3 @@
-"""Calls of the node over its Unix socket, and of a central cache over TCP, compared with bare
-sockets.
-"""
-
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,3 @@
-"""LoRA adapters and image processors of checkpoints."""
-
 import json
 from pathlib import Path
 from typing import Any

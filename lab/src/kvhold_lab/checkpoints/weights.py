@@ -1,7 +1,4 @@
-"""Random weights whose greedy output depends on the whole context and does not repeat.
-
-Attention is sharp, and logits lead by far more than float32 noise.
-"""
+"""Random weights whose greedy output depends on the whole context and does not repeat."""
 
 import math
 from typing import TYPE_CHECKING, Any

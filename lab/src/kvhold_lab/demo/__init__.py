@@ -1,1 +1,0 @@
-"""`kvhold demo`: the gain of a hit, on a real engine."""

@@ -1,7 +1,10 @@
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -53,11 +56,7 @@ def command(
     model = make_model(model_size)
     result = run(model, num_tokens=tokens, repeats=repeats, say=click.echo)
     click.echo(f"\n{render(result)}\n")
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n")
-    if picture is not None:
-        draw(result, picture)
-        click.echo(f"picture: {picture}")
+    _write_files(result.as_json(), json_file, partial(draw, result), picture)
     _check(result.tokens_reused, "nothing was reused", identical=result.identical)
 
 
@@ -73,12 +72,21 @@ def _show_pair(
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     result = run_pair(model, num_tokens=tokens, repeats=repeats, threads=threads, say=click.echo)
     click.echo(f"\n{render_pair(result)}\n")
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n")
-    if picture is not None:
-        draw_pair(result, picture)
-        click.echo(f"picture: {picture}")
+    _write_files(result.as_json(), json_file, partial(draw_pair, result), picture)
     _check(result.handed_tokens, "nothing was handed over", identical=result.identical)
+
+
+def _write_files(
+    figures: dict[str, Any],
+    json_file: Path | None,
+    draw_to: Callable[[Path], None],
+    picture: Path | None,
+) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    if picture is not None:
+        draw_to(picture)
+        click.echo(f"picture: {picture}")
 
 
 def _check(tokens: int, fault: str, *, identical: bool) -> None:

@@ -167,7 +167,6 @@ class _Asked:
     async def send(
         self, client: LoadClient, seed: int, num_tokens: int, *, max_tokens: int = _OUTPUT_TOKENS
     ) -> Reply:
-        """Raises EngineFailed."""
         prompt = make_prompt(self.model.path, num_tokens, seed=seed)
         request = Request("demo", (Turn("user", prompt),), max_tokens, needs_content=True)
         reply = await client.send(request)

@@ -1,5 +1,3 @@
-"""The child's side of `kvhold_lab.engines.engine`."""
-
 from typing import Protocol
 
 from kvhold.node.client import clients_of_process

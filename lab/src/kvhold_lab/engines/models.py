@@ -1,7 +1,6 @@
 """Models for the demo: Llamas with random weights of a fixed seed, and a tokenizer.
 
-Greedy output must depend on the whole context and not repeat, so attention is sharp, and the output
-layer is not tied to the embedding.
+Greedy output must depend on the whole context and not repeat, so attention is sharp.
 """
 
 import json

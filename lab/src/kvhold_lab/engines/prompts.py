@@ -1,4 +1,4 @@
-"""Text for the demo: the source of Python's standard library, as tokens."""
+"""Text for the demo: the source of Python's standard library."""
 
 import hashlib
 import json

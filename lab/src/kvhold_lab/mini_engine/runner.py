@@ -26,7 +26,7 @@ Array = npt.NDArray[np.int64]
 
 @dataclass
 class _Running:
-    """blocks: by KV cache group; computed: tokens before the pass"""
+    """A request. blocks: by KV cache group; computed: tokens before the pass"""
 
     tokens: list[int]
     num_prompt: int

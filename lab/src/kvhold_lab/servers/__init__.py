@@ -1,1 +1,0 @@
-"""Real servers on free loopback ports."""

@@ -1,5 +1,3 @@
-"""A real central cache: `kvhold serve --listen`."""
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

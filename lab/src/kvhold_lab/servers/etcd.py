@@ -26,7 +26,7 @@ class EtcdServer(ServerProcess):
         return self._made
 
     def call(self, path: str, *, token: str = "", **request: Any) -> Any:
-        """The JSON gateway. token: of a login. Raises OSError."""
+        """token: of a login. Raises OSError."""
         headers = {"Authorization": token} if token else {}
         return self._open(f"/v3/{path}", data=json.dumps(request).encode(), headers=headers)
 

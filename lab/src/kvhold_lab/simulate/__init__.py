@@ -1,1 +1,0 @@
-"""`kvhold simulate`: the hit rates of caches on a trace of requests."""

@@ -1,5 +1,3 @@
-"""Compares the simulated hits with those of a real cache."""
-
 from kvhold_lab.simulate.replay import serve
 from kvhold_lab.simulate.report import Checked, label
 from kvhold_lab.simulate.simulation import Setup, replay_policy, values_of

@@ -241,7 +241,6 @@ def command(
 
     A line of TRACE is a JSON object with input_length and hash_ids, as in Mooncake's traces;
     learned needs a timestamp, too, in milliseconds. belady knows the future and is the upper limit.
-    There is a row for each combination of the options.
 
     A hit saves the prefill of its tokens. The token at position p takes
     (1 + p / attention-tokens) / prefill-tokens-per-s seconds.

@@ -103,10 +103,8 @@ def command(
 ) -> None:
     """Replay TRACE on fleets of hosts that are each other's peers.
 
-    Shows which share of the tokens a host finds in its memory, at its peers and in the shared tier,
-    and for each host: its changes a second, those of its peers that it reads, the bytes that it
-    loads from peers, the chunks in its index of peers. A line of TRACE is as for `kvhold simulate`,
-    with a timestamp. There is a row for each combination of the options.
+    A line of TRACE is as for `kvhold simulate`, with a timestamp. There is a row for each
+    combination of the options.
     """
     cut = read_trace(trace, block_tokens=block_tokens, num_requests=num_requests).cut(block_tokens)
     chunk_bytes = block_tokens * token_bytes

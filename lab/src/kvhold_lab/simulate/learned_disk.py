@@ -30,7 +30,6 @@ class LearnedDisk:
         """This policy counts lookups, not reads."""
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Store missing keys that the policy admits. Return their number."""
         written: list[DiskEntry] = []
         missing = [key for key in keys if self._index.find(key) is None]
         for key in [key for key in missing if self._index.admits(key, _CHUNK_BYTES)]:

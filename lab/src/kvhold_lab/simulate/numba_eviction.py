@@ -1,8 +1,7 @@
 """Replays a trace like `policy_replay`, with compiled models of the policies, some sixty times
 faster.
 
-`tests/lab/simulate/test_eviction.py` compares each model with its class. Two models have no class:
-`arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
+Two models have no class: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ def replay(
     lower_capacity: int = 0,
     num_victims: int = 0,
 ) -> Replayed:
-    """See `policy_replay.replay_class`."""
     assert policy in POLICIES and capacity >= 0 and lower_capacity >= 0
     assert chunks.dtype == np.int32 and parents.dtype == np.int32 and starts.dtype == np.int64
     assert (

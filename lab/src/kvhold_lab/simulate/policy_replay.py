@@ -172,7 +172,9 @@ class _Lower(Protocol):
 
 
 class _Tier:
-    """parents: `{key: parent}`; all None in a tier that does not know them
+    """A simulated place.
+
+    parents: `{key: parent}`; all None in a tier that does not know them
     victims: all evicted keys, in order
     """
 
@@ -193,7 +195,7 @@ class _Tier:
         return len(keys)
 
     def used(self, prompt: Sequence[bytes], number: int) -> None:
-        """This policy counts reads, not lookups."""
+        """This policy counts reads."""
 
     def read(self, keys: Sequence[bytes]) -> None:
         self.policy.touch_all(keys)

@@ -1,5 +1,4 @@
-"""The time to compute a prompt's KV: the token at position p takes (1 + p / attention_tokens) /
-tokens_per_s.
+"""The time to compute a prompt's KV (docs/sizing.md).
 
 The defaults are computed, not measured, for Llama-3.1-8B on one H100 SXM in bfloat16:
 

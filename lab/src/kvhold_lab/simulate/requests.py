@@ -1,11 +1,4 @@
-"""The lines of a service's trace: lengths, arrival times, and shared blocks.
-
-The format is Mooncake's (FAST'25), one JSON object per line:
-
-    {"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [0, 12, 13]}
-
-Each block of 512 tokens (by default) has an id; equal ids mean equal text.
-"""
+"""The lines of a service's trace, in Mooncake's format (docs/load.md)."""
 
 from collections.abc import Iterable, Iterator
 from math import ceil, isfinite

@@ -108,7 +108,6 @@ class Trace:
 def read_trace(
     path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None
 ) -> Trace:
-    """Raises ConfigError."""
     requests = read_requests(path, TraceRequest, block_tokens=block_tokens)
     return trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 from kvhold.core.errors import TierUnavailable
 from kvhold.node import peer_publisher
 from kvhold.tiers.peers import bus
-from kvhold.tiers.peers.bus import Inboxes
+from kvhold.tiers.peers.bus import Inboxes, wait_for_end
 from kvhold.tiers.peers.faults import TIER
-from kvhold_lab.simulation.steps import Steps
+from kvhold_lab.simulation.sizes import DrawnSizes
 from kvhold_lab.simulation.world import SimLoop, World
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CALL_S = 2.0
-_IDLE_S = 15.0  # then the subscription is made again
 _LONGEST_LAG_S = 15.0
 _MOST_KEPT = 3000
 
-BUS_STEPS = Steps(
+BUS_SIZES = DrawnSizes(
     (bus, "_MOST_WAITING_BYTES", (300, 5_000, 4 << 20)),
     (peer_publisher, "BATCH_BYTES", (1, 300, 64 << 10)),
 )
@@ -46,7 +45,6 @@ class SimStream:
     """is_fair: nothing is lost at random any more"""
 
     def __init__(self, world: World, *, usual_s: float) -> None:
-        """usual_s: of a message to a reader"""
         self.world = world
         self.random: Random = world.random
         self.usual_s = usual_s
@@ -159,7 +157,6 @@ class SimBus:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator["_Session"]:
-        """Raises TierUnavailable."""
         session = _Session(self, self._stream, self._host)
         try:
             await session.round_trip()
@@ -233,14 +230,7 @@ class _Subscription:
             self._loop.call_soon(self._end.set)
 
     async def ended(self) -> None:
-        """Wait for the end, or until nothing has come for `_IDLE_S`."""
-        before = -1
-        while before != self._num_taken:
-            before = self._num_taken
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_IDLE_S):
-                    await self._end.wait()
-                return
+        await wait_for_end(self._end, lambda: self._num_taken)
 
     def _arrive(self) -> None:
         self._is_on_its_way = False

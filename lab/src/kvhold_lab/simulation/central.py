@@ -37,8 +37,8 @@ from kvhold_lab.simulation.checker import CheckedMemory, Checker, MemoryPlace
 from kvhold_lab.simulation.clears import Markers
 from kvhold_lab.simulation.draw import draw_guard, draw_rules
 from kvhold_lab.simulation.node import SimArena
+from kvhold_lab.simulation.sizes import DrawnSizes
 from kvhold_lab.simulation.sockets import Network, SimListener, SimSocket
-from kvhold_lab.simulation.steps import Steps
 from kvhold_lab.simulation.store import SimTier, SimTierStore
 from kvhold_lab.simulation.world import SimLoop, World
 
@@ -52,7 +52,7 @@ _MOST_OF_STRANGER = LENGTH_BYTES + login.MAX_HELLO_BYTES
 _greeting: Decoder[Any] = Decoder(c.Greeting)
 
 
-STEPS = Steps(
+CENTRAL_SIZES = DrawnSizes(
     (stream_module, "AHEAD_BYTES", (64, 300, 16 << 10)),
     (stream_module, "_STEP_BYTES", (100, 1 << 20)),
     (stream_module, "_MERGE_BYTES", (1, 50, 4 << 10)),
@@ -180,7 +180,7 @@ class SimCentral:
     name = "central"
 
     def __init__(self, world: World, markers: Markers) -> None:
-        STEPS.draw(world.random)
+        CENTRAL_SIZES.draw(world.random)
         self.world = world
         self.markers = markers
         self.random = random = world.random
@@ -447,7 +447,7 @@ class SimCentral:
         self._fault._inner.hangs = 0.0  # type: ignore[attr-defined]
 
     def rest(self) -> None:
-        """Wait until nothing is in progress and strangers are disconnected."""
+        """Wait until nothing is in progress."""
 
         def rests() -> bool:
             central = self._central
@@ -479,7 +479,6 @@ class SimCentral:
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:
-        """Only stored values use memory."""
         for sock, _ in self._strangers:
             sock.close()
         self.rest()

@@ -16,7 +16,7 @@ from kvhold.core.checksums import unpack
 from kvhold.core.holdings import ABSENT
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
-from kvhold_lab.simulation.clears import OneHost, Origin, Promise
+from kvhold_lab.simulation.clears import OneHost, Promise, SimOrigin
 from kvhold_lab.simulation.world import World
 
 
@@ -44,7 +44,7 @@ class Checker:
     def __init__(self, world: World, promise: Promise | None = None) -> None:
         self._world = world
         self.promise = promise if promise is not None else OneHost()
-        self.origins: dict[int, Origin] = {}
+        self.origins: dict[int, SimOrigin] = {}
         self._memory: CheckedMemory | None = None
         self._state: CacheState | None = None
         self._places: dict[tuple[str, int], dict[int, MemoryPlace]] = {}
@@ -81,7 +81,7 @@ class Checker:
         return memory
 
     def node_died(self, *, clears_done: bool) -> None:
-        """clears_done: no clear was in progress. The journal has the tiers' clears."""
+        """clears_done: no clear was in progress"""
         self._places.clear()
         self._lookups.clear()
         self._granted.clear()
@@ -246,7 +246,7 @@ class Checker:
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
-        """Check every visible chunk's bytes. Call this after a full scrub."""
+        """Check every visible chunk's bytes, after a full scrub."""
         assert self._state is not None
         ram = self._state.ram
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
@@ -263,7 +263,6 @@ class Checker:
                 return
 
     def check_baseline(self) -> None:
-        """Memory is empty after everything was cleared."""
         state, memory = self._state, self._memory
         assert state is not None and memory is not None
         ram: Any = state.ram

@@ -34,7 +34,7 @@ class SimClear:
 
 
 @dataclass(frozen=True)
-class Origin:
+class SimOrigin:
     """probed: number at the start of its probe
     born:   number of its first allocation; 0: unknown
     """
@@ -56,11 +56,11 @@ class Promise(Protocol):
     def node_died(self, *, clears_done: bool) -> None:
         """clears_done: no clear was in progress"""
 
-    def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
+    def born(self, key: bytes, origin: SimOrigin | None, allocation: int) -> int:
         """Return the latest number at which the chunk may have been stored."""
 
     def binding(
-        self, key: bytes, origin: Origin | None, asked: int, asked_s: float
+        self, key: bytes, origin: SimOrigin | None, asked: int, asked_s: float
     ) -> Iterable[tuple[int, str]]:
         """Yield each binding clear's start, and the reason."""
 
@@ -82,12 +82,11 @@ class OneHost:
         if not clears_done:
             self._clears.clear()
 
-    def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """The latest store, because a chunk from a tier may be that old."""
+    def born(self, key: bytes, origin: SimOrigin | None, allocation: int) -> int:
         return self.stored.get(key, 0)
 
     def binding(
-        self, key: bytes, origin: Origin | None, asked: int, asked_s: float
+        self, key: bytes, origin: SimOrigin | None, asked: int, asked_s: float
     ) -> Iterator[tuple[int, str]]:
         for prefix in (b"", key[:NAMESPACE_BYTES]):
             began, done = self._clears.get(prefix, (0, 0))
@@ -139,7 +138,7 @@ class Shared:
     clears: list[SimClear] = field(default_factory=list)
     stored: dict[bytes, int] = field(default_factory=dict)
     highest: dict[bytes, int] = field(default_factory=dict)
-    # (store, name) -> `Origin.born` of its latest value
+    # (store, name) -> `SimOrigin.born` of its latest value
     born: dict[tuple[str, bytes], int] = field(default_factory=dict)
 
     def forget(self, space: bytes) -> None:
@@ -242,13 +241,13 @@ class HostClears:
                 if clear.host == self._host:
                     clear.done = 0
 
-    def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
+    def born(self, key: bytes, origin: SimOrigin | None, allocation: int) -> int:
         if origin is None:
             return allocation
         return origin.born or self.stored.get(key, 0)
 
     def binding(
-        self, key: bytes, origin: Origin | None, asked: int, asked_s: float
+        self, key: bytes, origin: SimOrigin | None, asked: int, asked_s: float
     ) -> Iterator[tuple[int, str]]:
         for clear in self.shared.clears:
             if key.startswith(clear.prefix):
@@ -256,7 +255,7 @@ class HostClears:
                 if why:
                     yield clear.began, why
 
-    def _why(self, clear: SimClear, origin: Origin | None, asked: int, asked_s: float) -> str:
+    def _why(self, clear: SimClear, origin: SimOrigin | None, asked: int, asked_s: float) -> str:
         if clear.host == self._host:
             return "a clear" if 0 < clear.done < asked else ""
         if not clear.number:

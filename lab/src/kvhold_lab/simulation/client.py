@@ -155,7 +155,6 @@ class SimClient:
             link.retire()
 
     async def link(self) -> SimLink:
-        """Raises NodeError."""
         if self.membership.link is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._joined.wait(), _PATIENCE_S)
@@ -164,7 +163,6 @@ class SimClient:
     async def call(
         self, link: SimLink, request: m.Message, expected: type[Kind], within_s: float | None = None
     ) -> Kind:
-        """Raises KVHoldError for a late answer or another type."""
         answer = await self._ask(link, request, within_s)
         if not isinstance(answer, expected):
             if isinstance(answer, m.NotFound):
@@ -199,7 +197,6 @@ class SimClient:
         return answer
 
     def _check_refusal(self, request: m.Message, answer: m.Refused) -> None:
-        """A node must know an earlier node's namespaces."""
         told = isinstance(request, m.Lookup | m.Prefetch) and request.query.namespace in self._told
         told = told or (isinstance(request, m.Reserve) and request.names.namespace in self._told)
         if told and _LAYOUT_IS_UNKNOWN in answer.reason:
@@ -208,7 +205,6 @@ class SimClient:
     async def give_back(
         self, link: SimLink, request: m.Message | None, *, held: bool = False
     ) -> None:
-        """Raises only when interrupted."""
         if held:
             link.let_go()
             if link.closed:
@@ -337,7 +333,6 @@ class SimClient:
             await self.call(link, request, m.Done)
 
     async def _reached_by_device(self, link: SimLink) -> SimDevice | None:
-        """None: the host must copy."""
         if self._device is None:
             return None
         if link not in self._with_device:

@@ -20,7 +20,6 @@ class Descriptors:
         return self._left <= 0
 
     def take(self) -> None:
-        """Raises OSError (ENFILE)."""
         if self.are_short:
             raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
         self._left -= 1

@@ -108,7 +108,6 @@ class SimDevice(FakeDevice):
         return transfer
 
     async def _end_of(self, transfer: Transfer) -> bool:
-        """Wait, also when interrupted. Return whether the copy was damaged."""
         try:
             while not transfer.done():  # noqa: ASYNC110 - a transfer has no event to wait for
                 await asyncio.sleep(self._world.delay(self._slow_s))

@@ -20,14 +20,14 @@ from kvhold.tiers.peers import PeersConfig
 from kvhold.tiers.peers.bus import SILENT_S
 from kvhold.tiers.peers.directory import Directory
 from kvhold.tiers.peers.index import DIGEST_BYTES, PeerIndex, unpack
-from kvhold_lab.simulation.bus import BUS_STEPS, SimStream
-from kvhold_lab.simulation.central import STEPS
+from kvhold_lab.simulation.bus import BUS_SIZES, SimStream
+from kvhold_lab.simulation.central import CENTRAL_SIZES
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import SimClient
 from kvhold_lab.simulation.clocks import draw_clock
 from kvhold_lab.simulation.draw import Draw, draw_guard
 from kvhold_lab.simulation.fleet_draw import draw_fleet
-from kvhold_lab.simulation.fleet_node import PEER_STEPS, PORT, DiskValues, FleetNode
+from kvhold_lab.simulation.fleet_node import PEER_SIZES, PORT, DiskValues, FleetNode
 from kvhold_lab.simulation.hosts import draw_small
 from kvhold_lab.simulation.links import LinkedNetwork
 from kvhold_lab.simulation.membership import SimDns, SimEtcd, SimMembership
@@ -207,7 +207,6 @@ class FleetHost(Simulation):
             )
 
     def wrong_way(self) -> str:
-        """Return a peer that is not followed by bus; empty: none."""
         late = [
             str(one.address)
             for one in self.running.peers_tier.peers
@@ -216,7 +215,6 @@ class FleetHost(Simulation):
         return f"host {self.number} does not use the bus for {late}" if late else ""
 
     def wrong_feed(self) -> str:
-        """Return a wrong entry of this host's feed; empty: none."""
         node = self.running
         feed: Any = node.peers.feed
         has, told = node.has(), _digests(feed._memory, 0) | _digests(feed._disks, 0)
@@ -228,7 +226,6 @@ class FleetHost(Simulation):
         return "" if node.serves_nothing else f"host {self.number} still pins chunks for peers"
 
     def wrong_index(self) -> str:
-        """Return a wrong entry of this host's index; empty: none."""
         tier = self.running.peers_tier
         unknown = {one.number for one in self.near if one is not self}
         for one in tier.peers:
@@ -297,8 +294,8 @@ class Fleet:
     def __init__(self, world: World, num_hosts: int = 0) -> None:
         self.world = world
         self.random = random = world.random
-        STEPS.draw(random)
-        PEER_STEPS.draw(random)
+        CENTRAL_SIZES.draw(random)
+        PEER_SIZES.draw(random)
         self.network = LinkedNetwork(world)
         self.over = False
         num_hosts = num_hosts or random.choice((2, 2, 3, 4))
@@ -307,7 +304,7 @@ class Fleet:
         self.draw = draw_fleet(world.seed, num_hosts)
         self.stream: SimStream | None = None
         if self.draw.has_bus:
-            BUS_STEPS.draw(random)
+            BUS_SIZES.draw(random)
             self.stream = SimStream(world, usual_s=0.2 if self.is_large else 0.001)
         self.members: SimMembership | None = None
         if self.draw.directory != "static":
@@ -472,7 +469,6 @@ class Fleet:
             yield host.end_tier_worker
 
     def _agree(self) -> None:
-        """All hosts know all clears, and their peers' chunks."""
         wrong = ""
 
         def agrees() -> bool:
@@ -488,7 +484,6 @@ class Fleet:
             self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
 
     def _use_bus(self) -> None:
-        """Wait until all changes come over the bus."""
         wrong = ""
 
         def is_used() -> bool:
@@ -508,7 +503,6 @@ class Fleet:
         return ""
 
     def _run_until(self, agrees: Any) -> bool:
-        """Run for at most `_AGREE_S`."""
         world = self.world
         end_s = world.now + _AGREE_S
         while not agrees():

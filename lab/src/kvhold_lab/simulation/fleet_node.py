@@ -10,19 +10,18 @@ from kvhold.net import peers as net_peers
 from kvhold.net.stream import Address, Stream
 from kvhold.node import peer_feed, peer_publisher, peer_server
 from kvhold.node.peer_thread import PeerThread
-from kvhold.tiers.base import Origin as ReadFrom
-from kvhold.tiers.base import Parts, ValueChanges
+from kvhold.tiers.base import Origin, Parts, ValueChanges
 from kvhold.tiers.peers import PeersConfig, PeersTier, follower, index, peer, roster
 from kvhold.tiers.peers.bus import Bus, Inboxes
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import digest_of
 from kvhold.tiers.ram import Entry
-from kvhold_lab.simulation.bus import BUS_STEPS, SimBus
+from kvhold_lab.simulation.bus import BUS_SIZES, SimBus
 from kvhold_lab.simulation.central import Borrowed
-from kvhold_lab.simulation.clears import Origin
+from kvhold_lab.simulation.clears import SimOrigin
 from kvhold_lab.simulation.node import NodeDraw, SimNode
+from kvhold_lab.simulation.sizes import DrawnSizes
 from kvhold_lab.simulation.sockets import SimListener
-from kvhold_lab.simulation.steps import Steps
 from kvhold_lab.simulation.world import SimLoop, World
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 PORT = 7711
 _GET_SLACK_S = 0.5
 
-PEER_STEPS = Steps(
+PEER_SIZES = DrawnSizes(
     (index, "_TABLES", (1, 4, 16)),
     (peer_feed, "_MOST_CHANGES", (1, 3, 500)),
     (peer_feed, "_MOST_KEPT", (1, 5, 50, 200_000)),
@@ -71,8 +70,8 @@ class PeersSimulated:
             setattr(place, name, value)
 
     def restore(self) -> None:
-        PEER_STEPS.restore()
-        BUS_STEPS.restore()
+        PEER_SIZES.restore()
+        BUS_SIZES.restore()
         for (place, name, _), kept in zip(self._places, self._kept, strict=True):
             setattr(place, name, kept)
 
@@ -138,7 +137,7 @@ class _SimPeersTier(PeersTier):
         into: Sequence[Parts],
         *,
         starts: Sequence[int] | None,
-        origins: list[ReadFrom | None],
+        origins: list[Origin | None],
     ) -> list[int | TierError | None]:
         began_s, number = self._world.now, self._borrowed.lend(into)
         try:
@@ -267,7 +266,7 @@ class FleetNode(SimNode):
             if pending_read is not None:
                 is_shared = self.stack.guards[pending_read.place.tier].traits.shared
                 allocation = self.memory.allocations[pending_read.entry.offset]
-                self.checker.origins[allocation] = Origin(0, is_shared)
+                self.checker.origins[allocation] = SimOrigin(0, is_shared)
             return pending_read
 
         searches._reserve = reserving  # type: ignore[method-assign]
@@ -300,7 +299,6 @@ class FleetNode(SimNode):
             self.host.fleet.network.leave(name, without_power=without_power)
 
     def has(self) -> set[int]:
-        """Return the digests that peers can read."""
         return {
             digest_of(entry.key)
             for entry in self.state.ram.entries()

@@ -1,7 +1,4 @@
-"""Simulates several hosts with one shared tier. A clear on one host must reach all hosts.
-
-Decision 0026 has the rule, which `clears.py` checks.
-"""
+"""Simulates several hosts with one shared tier, by the rule of `clears.py`."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -18,7 +15,7 @@ from kvhold.tiers.generations import is_marker
 from kvhold.tiers.guard_config import GuardConfig
 from kvhold_lab.simulation.central import SimCentral
 from kvhold_lab.simulation.checker import Checker
-from kvhold_lab.simulation.clears import HostClears, Markers, Origin, Shared, number_of
+from kvhold_lab.simulation.clears import HostClears, Markers, Shared, SimOrigin, number_of
 from kvhold_lab.simulation.client import SimClient
 from kvhold_lab.simulation.draw import Draw, draw, draw_guard, draw_rules
 from kvhold_lab.simulation.node import NodeDraw, SimNode
@@ -130,7 +127,7 @@ class HostNode(SimNode):
                 number = next(number for number, one in searches._searches.items() if one is search)
                 is_shared = self.stack.guards[pending_read.place.tier].traits.shared
                 allocation = self.memory.allocations[pending_read.entry.offset]
-                self.checker.origins[allocation] = Origin(began.get(number, 0), is_shared)
+                self.checker.origins[allocation] = SimOrigin(began.get(number, 0), is_shared)
             return pending_read
 
         tier_worker._probe, searches._reserve = probing, reserving  # type: ignore[method-assign]

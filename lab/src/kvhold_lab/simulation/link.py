@@ -35,7 +35,6 @@ class Process(Protocol):
 
 
 async def join(process: Process, node: SimNode | None, *, within_s: float) -> "SimLink":
-    """Raises NodeError, NodeRefused."""
     if node is None:
         raise NodeError("there is no node")
     try:
@@ -117,7 +116,6 @@ class SimLink:
         return self.conversation.error is not None
 
     async def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
-        """Raises DeadlineExceeded, OSError, ProtocolError."""
         asked_s = self.world.now
         until = asked_s + deadline_s
         call = self.conversation.prepare(request, keep=keep)
@@ -151,7 +149,6 @@ class SimLink:
             self._leave()
 
     async def tend(self, seconds: float) -> None:
-        """Raises OSError, ProtocolError."""
         until, talk = self.world.now + seconds, self.conversation
         self._lifetime.enter()
         try:
@@ -163,7 +160,6 @@ class SimLink:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> None:
-        """Raises NodeError: the arena cannot be mapped."""
         if writable not in self._mapped and self.world.descriptors.are_short:
             raise NodeError("the node's arena could not be mapped")
         self._lifetime.hold()
@@ -193,7 +189,6 @@ class SimLink:
             self.end.close()
 
     async def _send(self, until: float) -> None:
-        """Raises TimeoutError, OSError."""
         while (data := self.conversation.to_send()) is not None:
             self._check()
             try:
@@ -209,7 +204,6 @@ class SimLink:
                 raise
 
     async def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """False: the deadline. Raises the connection's error."""
         while True:
             self._check()
             if is_done():
@@ -235,7 +229,6 @@ class SimLink:
         return True
 
     def _judge(self) -> None:
-        """Only a dead node or a kick may end the conversation."""
         error = self.conversation.error
         if error is None or self.breaks_the_rules:
             return

@@ -115,7 +115,6 @@ class SimDns(SimMembership):
         self._listed[host] = list(self._now[host])
 
     def _resolve(self, name: str) -> list[str]:
-        """Raises OSError."""
         found = [one for host in self._lists[name] for one in self._listed.get(host, ())]
         match self._fault:
             case "away":
@@ -174,7 +173,6 @@ class SimEtcd(SimMembership):
         self._fault, self.lost = "", 0.0
 
     async def answer(self, path: str, request: Any) -> msgspec.Struct | None:
-        """Raises TierUnavailable."""
         await asyncio.sleep(self.world.delay(0.001))
         if self._fault == "silent":
             await asyncio.sleep(_SLOW_S)
@@ -187,7 +185,6 @@ class SimEtcd(SimMembership):
         return answer
 
     def _apply(self, path: str, request: Any) -> msgspec.Struct | None:
-        """Raises TierUnavailable."""
         now = self.world.now
         for lease in [lease for lease, (until, _) in self._leases.items() if until <= now]:
             self._revoke(lease)
@@ -227,7 +224,6 @@ class _SimGateway:
         self._etcd = etcd
 
     async def call(self, path: str, request: Any, kind: type[Any]) -> Any:
-        """Raises TierUnavailable."""
         answer = await self._etcd.answer(path, request)
         return kind() if answer is None else answer
 

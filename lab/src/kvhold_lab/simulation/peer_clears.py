@@ -8,7 +8,7 @@ stored since that other clear began may be found.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvhold_lab.simulation.clears import Origin, SimClear
+from kvhold_lab.simulation.clears import SimClear, SimOrigin
 from kvhold_lab.simulation.world import World
 
 
@@ -69,13 +69,13 @@ class PeerClears:
                 if clear.host == self._host:
                     clear.done = 0
 
-    def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
+    def born(self, key: bytes, origin: SimOrigin | None, allocation: int) -> int:
         if origin is None:
             return allocation
         return self.shared.lent.get(key, 0) if origin.shared else self.stored.get(key, 0)
 
     def binding(
-        self, key: bytes, origin: Origin | None, asked: int, asked_s: float
+        self, key: bytes, origin: SimOrigin | None, asked: int, asked_s: float
     ) -> Iterator[tuple[int, str]]:
         for clear in self.shared.clears:
             if not key.startswith(clear.prefix):

@@ -15,7 +15,7 @@ from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.node import listener
 from kvhold.tiers.policies.ghosts import Ghosts
-from kvhold_lab.simulation.central import STEPS
+from kvhold_lab.simulation.central import CENTRAL_SIZES
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import Share, SimClient
 from kvhold_lab.simulation.draw import (
@@ -130,7 +130,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        STEPS.restore()
+        CENTRAL_SIZES.restore()
         peers.restore()
         if was_collecting:
             gc.enable()
@@ -393,7 +393,6 @@ class Simulation:
             node.end_gently(self.draw.node.drain_s, ended)
 
     def _hurry(self) -> None:
-        """Tiny deadlines cancel a tier's calls at any await."""
         if self.node is not None and self.stores:
             guard = self.random.choice(self.node.stack.guards)
             usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
@@ -462,7 +461,6 @@ class Simulation:
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
     def _come_to_rest(self) -> None:
-        """All calls end, memory becomes free and clears are done."""
         node = self._end_trouble()
         self._end_calls(node)
         self._rest(node, "the clients have left")

@@ -1,4 +1,4 @@
-"""A simulated scrubber: the real steps on a loop of its own."""
+"""The real scrubber on a loop of its own."""
 
 import asyncio
 from collections.abc import Callable

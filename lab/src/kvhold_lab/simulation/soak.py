@@ -200,7 +200,7 @@ class _Worker:
 
 
 class _Workers:
-    """One worker per core. After many seeds it is replaced, to free memory."""
+    """One worker per core. After many seeds it is replaced."""
 
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts

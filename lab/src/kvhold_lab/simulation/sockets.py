@@ -58,7 +58,6 @@ class SimSocket:
         """Do nothing."""
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
-        """Raises BlockingIOError: nothing fits; OSError: the other end is closed."""
         self._check()
         if self.peer.closed and not self.peer.has_vanished:
             raise BrokenPipeError(errno.EPIPE, "the other end is closed")
@@ -78,7 +77,6 @@ class SimSocket:
         return sent
 
     def recv_into(self, view: memoryview) -> int:
-        """Return 0 at the end. Raises BlockingIOError, OSError."""
         self._check()
         if not self._in:
             if self._ended:
@@ -220,7 +218,6 @@ class Network:
     async def connect(
         self, address: str, loop: Any, host: str, touch: Touch | None = None
     ) -> SimSocket:
-        """Raises OSError: nothing listens."""
         await asyncio.sleep(self.world.delay(0.0005, slow=0.02, slow_s=1.5))
         listener = self.listeners.get(address)
         if listener is None:

@@ -31,7 +31,7 @@ class End:
         self._wants_room = False
 
     def push(self, data: memoryview) -> int:
-        """Return the number of bytes sent. Raises BlockingIOError, BrokenPipeError."""
+        """Return the number of bytes sent."""
         if self.peer.closed or self.closed:
             raise BrokenPipeError("the other end is closed")
         some = bytes(
@@ -46,7 +46,7 @@ class End:
         return len(some)
 
     def pull(self) -> bytes:
-        """Empty at the end. Raises BlockingIOError."""
+        """Empty at the end."""
         if not self._in and not self._eof_seen:
             raise BlockingIOError
         data = bytes(self._in)
@@ -60,7 +60,6 @@ class End:
             self.peer.on_change()
 
     def send(self, data: bytes | bytearray) -> None:
-        """They are lost if an end is closed."""
         if not self.closed and not self.peer.closed:
             self._out += data
             self._move()

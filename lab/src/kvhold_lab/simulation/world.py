@@ -174,7 +174,6 @@ class World:
         return self.random.expovariate(1 / usual_s)
 
     def run(self, until: Callable[[], bool], *, most_s: float, most_steps: int = 400_000) -> bool:
-        """False: after `most_s`, or nothing is left to run."""
         end = self.now + most_s
         last_step = self.steps + most_steps
         try:

@@ -91,7 +91,6 @@ class VerifyDriver:
         return serve(self._engine, operation)
 
     def reset(self) -> None:
-        """Raises RuntimeError: vLLM refuses."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM did not reset its prefix cache: it still holds blocks of finished requests"
@@ -143,7 +142,7 @@ class VerifyDriver:
 
 
 def _choice(best: dict[int, Any]) -> Choice:
-    """The token and the best other one; vLLM's `logprob` is a logit here."""
+    """vLLM's `logprob` is a logit here."""
     (chosen, first), *others = best.items()
     rival, second = max(others, key=lambda item: float(item[1].logprob))
     return Choice(tokens=(chosen, rival), logits=(first.logprob, second.logprob))

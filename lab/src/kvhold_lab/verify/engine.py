@@ -1,6 +1,4 @@
-"""vLLM engines in a child process, one after the other, because importing vLLM is slow. After a
-failure the next engine gets a new child. One thread.
-"""
+"""vLLM engines in a child process, one after the other, because importing vLLM is slow."""
 
 import sys
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""The child's side of `kvhold_lab.verify.engine`."""
-
 import os
 import sys
 

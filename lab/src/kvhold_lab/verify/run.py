@@ -1,9 +1,7 @@
 """Run a model with and without the connector, path by path, and judge.
 
 An engine without a connector gives the reference answers, three times, to find unsteady ones. An
-engine with the connector then answers twice: it stores, then loads. A path fails when a token
-differs (except at a near tie, `ties.py`), when a loaded block has wrong bytes, or when nothing was
-loaded.
+engine with the connector then answers twice: it stores, then loads.
 """
 
 import json

@@ -12,7 +12,7 @@ _BEST = 2
 
 @dataclass
 class _Live:
-    """reached: steps since the stage of the request's abort"""
+    """A running request. reached: steps since the stage of its abort"""
 
     arrival: VerifyArrival
     name: str = ""

@@ -3,8 +3,6 @@
 The batch decides the last bits of a sum, and a hit changes the batch. A logit's step is one unit in
 the last place: in bfloat16 1/16, for logits from 8 to 16. If each of the two best logits moves by
 one unit, a lead of two units disappears.
-
-Wrong KV cannot hide here: the witness compares every loaded block.
 """
 
 import math

@@ -165,7 +165,9 @@ def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
 
 @dataclass
 class _Followed:
-    """found_at: computed tokens at the last lookup
+    """A request and its loads.
+
+    found_at: computed tokens at the last lookup
     num_read: by group, blocks read or computed by other requests
     hashes:   by block size, of the expected contents
     """

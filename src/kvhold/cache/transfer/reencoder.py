@@ -68,7 +68,9 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Looked:
-    """result:      None: `written` replaces the frame
+    """A chunk's frame, looked at.
+
+    result:      None: `written` replaces the frame
     over_budget: a more exact codec was used, to keep the error budget
     """
 

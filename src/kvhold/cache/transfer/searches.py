@@ -42,7 +42,9 @@ class _Coming:
 
 @dataclass
 class _Survey:
-    """slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
+    """The places of a prompt's chunks.
+
+    slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
     coming:  `{tier: chunk}`, the first with a read in progress
     """
@@ -396,7 +398,6 @@ class Searches:
         self._update_searches(coming, entry, why_not, origin)
 
     def given_up(self, entry: Entry) -> None:
-        """See `FetchCommand`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)

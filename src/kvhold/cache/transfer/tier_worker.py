@@ -460,7 +460,6 @@ def _own_values(guard: Guard) -> ValueChanges | None:
 
 
 def _teach(stack: Stack, state: CacheState, policy: str) -> None:
-    """Raises ConfigError."""
     for name, tier in learning_tiers(stack).items():
         learned = state.ram.policy
         if not isinstance(learned, LearnedPolicy):

@@ -1,15 +1,4 @@
-"""kvhold in SGLang: a storage below its host memory, or a linker at its radix tree.
-
-    --enable-hierarchical-cache --hicache-storage-backend dynamic
-        --hicache-storage-backend-extra-config '{"backend_name": "kvhold", "module_path":
-        "kvhold.integrations.sglang", "class_name": "KVHoldStorage", "interface_v1": 1}'
-
-    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
-        --unified-cache-external-linker-config '{"linker_module_path": "kvhold.integrations.sglang",
-        "linker": "KVHoldLinker"}'
-
-Supported: SGLang 0.5.23. See docs/sglang.md.
-"""
+"""kvhold in SGLang: a storage below its host memory, or a linker (docs/sglang.md)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -157,7 +157,9 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
 
 @dataclass(frozen=True)
 class _Arranged:
-    """axes: of the tensor that `layer(plane, layer)` returns
+    """A pool's arrangement.
+
+    axes: of the tensor that `layer(plane, layer)` returns
     flat: axes of a flat page: l(ayer), p(lane), t(oken), h(ead), d(im)
     """
 

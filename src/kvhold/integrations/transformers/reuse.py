@@ -52,7 +52,9 @@ class ReuseResult:
 
 @dataclass
 class _Work:
-    """known: [rows] tokens that the cache had
+    """One call's prompts.
+
+    known: [rows] tokens that the cache had
     kv: past_key_values, [rows * expand, heads, tokens, head_dim] per layer
     """
 

@@ -62,7 +62,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
-        """Raises LayoutError for an unsupported set-up, ConfigError, NodeError."""
+        """Raises LayoutError: an unsupported set-up; ConfigError, NodeError."""
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         warn_if_untested("vLLM", vllm.__version__)

@@ -4,9 +4,6 @@ A router matches by vLLM's block hashes, which are known only while a request ex
 that a request stores or finds is *described* as vLLM would publish it. A chunk is *announced* while
 all its shards are in memory.
 
-After lost events, a snapshot gives the difference. After the node's loss, all chunks are removed.
-`AllBlocksCleared` is never sent: routers would forget the GPU's blocks too.
-
 `take` runs on the scheduler's thread and never waits. The rest runs on the lookup thread.
 """
 

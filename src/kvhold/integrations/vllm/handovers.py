@@ -4,9 +4,8 @@
     handovers.wait_for(part, prompt)    # how long its lookup waits
     answer(part, request_id, tracker)   # at the end: parameters for the decode engine
 
-The protocols are those of vLLM's NixlConnector and of its p2p tier. KV is named by content only: of
-the parameters, ids, hosts and block numbers are neither read nor sent, because a client may have
-written them. Wrong parameters cost at most a wait.
+The protocols are those of vLLM's NixlConnector and of its p2p tier. Ids, hosts
+and block numbers of the parameters are neither read nor sent (docs/decisions/0037).
 
 `wait_for` runs on the lookup thread, the rest on the scheduler's.
 """
@@ -151,7 +150,6 @@ def engine_fields(config: "VllmConfig") -> dict[str, Any]:
 
 
 def _read(params: Mapping[str, Any] | None) -> HandoverPart:
-    """Raises ConfigError."""
     if not params:
         return WHOLE_REQUEST
     decodes_elsewhere = _flag(params, "do_remote_decode")

@@ -1,8 +1,7 @@
 """The hosts of an engine's workers.
 
 If the workers use several nodes, a worker of each other host must relay lookups to its node
-(`kvhold.node.span`). Otherwise the engine is refused: a ticket is unknown to another host's node,
-so all hits would be lost.
+(`kvhold.node.span`). Otherwise the engine is refused.
 """
 
 from collections.abc import Iterable, Mapping

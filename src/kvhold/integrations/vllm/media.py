@@ -127,7 +127,6 @@ def _key(feature: Any) -> bytes:
 
 
 def _content_of(feature: Any) -> bytes:
-    """Raises MediaError, TypeError."""
     if _IN_SHARED_MEMORY <= feature.data.keys():
         raise MediaError(
             "images, video and audio come through shared memory, which only vLLM can read "

@@ -1,5 +1,3 @@
-"""Name this engine's KV."""
-
 import logging
 from typing import TYPE_CHECKING
 

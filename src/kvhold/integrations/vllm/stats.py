@@ -50,15 +50,7 @@ METRICS: dict[str, tuple[str, str]] = {
 
 
 class Tally:
-    """Counters since the last `take`. Any thread.
-
-    The connector's own reasons of a miss:
-
-    - `below_minimum`: the hit is less than a block
-    - `not_named`: the KV depends on something unidentified
-    - `no_answer`: no node, or a late answer
-    - `not_awaited`: the node was restarting, and computing was faster
-    """
+    """Counters since the last `take`. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,5 +1,3 @@
-"""Measure the size above which pieces are loaded directly, in 0.1 s."""
-
 import logging
 import time
 from collections.abc import Callable

@@ -169,7 +169,6 @@ class Relay(LoginServer):
         return self._looked_up(hits, request.ticket, held)
 
     def _looked_up(self, hits: dict[int, _Held], ticket: int, held: _Held) -> s.LookedUp:
-        """See `OwnHost`."""
         hit = held.hit
         try:
             cleared_ns = self._cache.cleared_ns(held.namespace, deadline_s=held.deadline_s)

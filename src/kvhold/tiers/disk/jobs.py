@@ -100,10 +100,7 @@ class Open:
 
 
 class OpenMore:
-    """Lists more of a folder.
-
-    found: another batch of values, or None at the end
-    """
+    """found: another batch of values, or None at the end"""
 
     def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
         self.found: list[FoundValue] | None = None
@@ -119,10 +116,7 @@ class OpenMore:
 
 
 class RemoveNames:
-    """Removes files.
-
-    left: the names of files that could not be removed
-    """
+    """left: the names of files that could not be removed"""
 
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
         self.left: list[str] = []

@@ -52,7 +52,9 @@ _SCANS = 3  # a failed removal makes its value visible again
 
 
 class _Opened:
-    """writing: key -> future of the end of its write
+    """An opened folder.
+
+    writing: key -> future of the end of its write
     leaving: number of a removal -> its key and the future of its end
     own: during the listing: names of files written since the opening
     """

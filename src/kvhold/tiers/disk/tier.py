@@ -1,4 +1,4 @@
-"""The disk tier: values as files on this host's own disks.
+"""Values as files on this host's own disks.
 
 Rendezvous hashing of key and path chooses the disk: a dead disk loses only its own keys. An
 acknowledged put survives `kill -9`; with `sync=true`, also a power cut.

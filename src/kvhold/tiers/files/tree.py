@@ -134,7 +134,7 @@ class FileTree:
         self._sync_folder(new.rpartition("/")[0])
 
     def exchange(self, one: str, other: str) -> None:
-        """In one step. Raises FileNotFoundError if one is missing, EOPNOTSUPP if it is
+        """Raises FileNotFoundError if one is missing, EOPNOTSUPP if it is
         impossible.
         """
         if self._renameat2 is None or self._renameat2(

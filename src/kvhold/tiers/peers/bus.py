@@ -30,10 +30,11 @@ MOST_SEALED_BYTES = 256 << 10
 BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
 SILENT_S = 5.0  # a node publishes something every second
 _CANCEL_AGAIN_S = 2.0
+_IDLE_S = 15.0  # then a subscription is made again
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
 _HEAD_BYTES = _MAC_BYTES + _CLOCK_BYTES
 _MOST_WAITING_BYTES = 4 << 20  # of one peer
-_record: Decoder[p.Happened] = Decoder(p.Happened)
+_record: Decoder[p.PeerChanges] = Decoder(p.PeerChanges)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,17 @@ async def end_task(task: "asyncio.Task[None]") -> None:
         await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)
 
 
+async def wait_for_end(end: asyncio.Event, num_taken: Callable[[], int]) -> None:
+    """Wait for the end of a subscription, or until it has taken nothing for `_IDLE_S`."""
+    before = -1
+    while before != num_taken():
+        before = num_taken()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_S):
+                await end.wait()
+            return
+
+
 def seal(records: bytes, *, key: bytes, incarnation: int, at_ms: int) -> bytes:
     clock = at_ms.to_bytes(_CLOCK_BYTES, "little")
     return _mac(key, incarnation, clock + records) + clock + records
@@ -121,7 +133,7 @@ class Inbox:
     def __init__(self, incarnation: int, key: bytes, clock: Callable[[], int]) -> None:
         self.incarnation, self.key = incarnation, key
         self._clock = clock
-        self._records: deque[tuple[p.Happened, int]] = deque()
+        self._records: deque[tuple[p.PeerChanges, int]] = deque()
         self._waiting_bytes = 0
         self._begins: int | None = None
         self._ends = 0
@@ -160,7 +172,7 @@ class Inbox:
         self._arrived.set()
         return ""
 
-    def _add(self, record: p.Happened, nbytes: int) -> None:
+    def _add(self, record: p.PeerChanges, nbytes: int) -> None:
         end = record.after + _num_changes(record)
         if self._begins is not None and end <= self._ends:
             return
@@ -184,7 +196,7 @@ class Inbox:
         while self._records and self._records[0][0].after < number:
             self._pop()
 
-    async def next(self, number: int) -> p.Happened | None:
+    async def next(self, number: int) -> p.PeerChanges | None:
         while self.continues(number):
             if self._records:
                 return self._pop()
@@ -194,7 +206,7 @@ class Inbox:
                     await self._arrived.wait()
         return None
 
-    def _pop(self) -> p.Happened:
+    def _pop(self) -> p.PeerChanges:
         record, nbytes = self._records.popleft()
         self._waiting_bytes -= nbytes
         self._begins = self._records[0][0].after if self._records else self._ends
@@ -242,7 +254,7 @@ class Inboxes:
             self._metrics.add("kvhold_peer_bus_ignored", reason=reason)
 
 
-def _records_of(data: memoryview) -> Iterator[tuple[p.Happened, int]]:
+def _records_of(data: memoryview) -> Iterator[tuple[p.PeerChanges, int]]:
     while data:
         end = LENGTH_BYTES + body_length(data[:LENGTH_BYTES])
         if end > len(data):
@@ -251,5 +263,5 @@ def _records_of(data: memoryview) -> Iterator[tuple[p.Happened, int]]:
         data = data[end:]
 
 
-def _num_changes(record: p.Happened) -> int:
+def _num_changes(record: p.PeerChanges) -> int:
     return sum(len(run.digests) for run in record.runs) // 8 + len(record.clears)

@@ -112,7 +112,6 @@ class EtcdDirectory:
             await self._gateway.close()
 
     async def _keep_registered(self, wanted: Registration) -> None:
-        """Raises TierError."""
         if self._lease:
             kept = await self._gateway.call(
                 "lease/keepalive", LeaseRequest(self._lease), KeepAliveAnswer

@@ -95,7 +95,6 @@ class EtcdGateway:
         self._session: aiohttp.ClientSession | None = None
 
     async def call(self, path: str, request: msgspec.Struct, kind: type[Answer]) -> Answer:
-        """Raises TierError."""
         if self._user and not self._token:
             await self._log_in()
         try:

@@ -90,7 +90,9 @@ class PeerIndex:
 
 
 class _Table:
-    """digests: 0: free
+    """A hash table.
+
+    digests: 0: free
     sizes: low and high part of the size, 40 bits together
     counts: chunks of each peer, in all tables
     """

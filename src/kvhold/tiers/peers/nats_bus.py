@@ -34,7 +34,7 @@ from kvhold.net.addresses import is_loopback
 from kvhold.net.login import quoted
 from kvhold.net.stream import Address
 from kvhold.net.tls import client_context
-from kvhold.tiers.peers.bus import MOST_SEALED_BYTES, BusConfig, Inboxes
+from kvhold.tiers.peers.bus import MOST_SEALED_BYTES, BusConfig, Inboxes, wait_for_end
 from kvhold.tiers.peers.directory import parse_address
 from kvhold.tiers.peers.faults import TIER
 
@@ -48,7 +48,6 @@ _CONNECT_S = 2
 _CALL_S = 2.0
 _CLOSE_S = 1.0
 _PING_S = 5
-_IDLE_S = 15.0  # then the subscription is made again
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000  # more are dropped: a gap
 _MOST_QUOTED = 200
@@ -240,13 +239,7 @@ class _Subscription:
         self._inboxes.put(_incarnation_of(message.subject), message.data)
 
     async def ended(self) -> None:
-        before = -1
-        while before != self._num_taken:
-            before = self._num_taken
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_IDLE_S):
-                    await self._ended.wait()
-                return
+        await wait_for_end(self._ended, lambda: self._num_taken)
 
 
 class _Client(Client):  # type: ignore[misc]  # it may not be installed

@@ -3,14 +3,8 @@
 Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
 age: intervals between two uses that reached the bucket, and that ended there.
 
-The worth of a chunk is the maximum over all times h of
-
-    P(used again within h) - price * E[seconds until then, or h]
-
-The *yield* is the price at which the worth is 0 (a Gittins index). Chunks whose yield is far below
-the price are worth 0, and evicted by age. For a new chunk, h is at least the end of the first
-bucket; a worth below 0 saves writes. A *factor* says how much a use of a chunk saves, and
-multiplies the probability.
+For a new chunk, the time h of a worth is at least the end of the first bucket; a worth below 0
+saves writes. A *factor* says how much a use of a chunk saves, and multiplies the probability.
 
 Each place has its own price. A disk's thread may read its `Worths` while memory's thread calls
 `ReuseTimes`. Pure.

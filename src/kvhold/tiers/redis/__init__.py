@@ -1,5 +1,3 @@
-"""Chunks in Redis or Valkey."""
-
 from kvhold.tiers.redis.settings import RedisConfig
 from kvhold.tiers.redis.tier import RedisTier
 

@@ -62,7 +62,7 @@ class LargeValues:
         begin, nbytes = (0, head.nbytes) if start is None else (start, wanted)
         reads: list[ReadRange] = []
         part_names, at = head.part_names(name), 0
-        for span in head.spans(begin, nbytes):
+        for span in head.part_ranges(begin, nbytes):
             reads.append(ReadRange(part_names[span.part], span.start, cut(parts, at, span.nbytes)))
             at += span.nbytes
         try:
@@ -174,7 +174,7 @@ class LargeValues:
         for call in calls:
             if (fault := outage(call, "probe")) is not None:
                 return fault
-        whole = [span.nbytes for span in head.spans(0, head.nbytes)] == [
+        whole = [span.nbytes for span in head.part_ranges(0, head.nbytes)] == [
             call.reply for call in calls
         ]
         return head.nbytes if whole else None

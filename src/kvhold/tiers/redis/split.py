@@ -20,7 +20,7 @@ HEAD_BYTES = _LAYOUT.size
 
 
 @dataclass(frozen=True)
-class Span:
+class PartRange:
     part: int
     start: int
     nbytes: int
@@ -57,12 +57,12 @@ class Head:
             b"%b:%b:%d" % (name, self.nonce.hex().encode(), part) for part in range(self.num_parts)
         ]
 
-    def spans(self, start: int, nbytes: int) -> Iterator[Span]:
+    def part_ranges(self, start: int, nbytes: int) -> Iterator[PartRange]:
         end = start + nbytes
         for part in range(start // self.part_bytes, -(-end // self.part_bytes)):
             first = part * self.part_bytes
             begin = max(start, first) - first
-            yield Span(part, begin, min(end, first + self.part_bytes) - first - begin)
+            yield PartRange(part, begin, min(end, first + self.part_bytes) - first - begin)
 
 
 def looks_like_head(data: bytes) -> bool:

@@ -248,6 +248,15 @@ def test_ratios_are_taken_within_cells() -> None:
     assert 1.0 <= found.low < found.median < found.high <= 5.0
 
 
+def test_cpu_time_below_a_tick_of_the_clock_counts_as_one_tick() -> None:
+    seconds = {OURS: 1.0, RECOMPUTE: 1.0}
+    cells = [
+        Cell(50, 64, False, seconds, {OURS: ours_s, RECOMPUTE: others_s})
+        for ours_s, others_s in ((0.02, 0.0), (0.0, 0.0), (0.0, 0.02))
+    ]
+    assert ratio(cells, OURS, RECOMPUTE, "cpu_s") == Ratio(1.0, 0.5, 2.0, 3)
+
+
 def test_a_row_compares_with_the_best_other_system_but_the_limit() -> None:
     cells = [cell(75, recompute=8.0, offloading=4.0, kvhold=3.0, vllm__all_in_memory=1.0)] * 5
     cells += [

@@ -1,1 +1,0 @@
-"""`kvhold bench compare`: kvhold and other caches in a real vLLM."""

@@ -72,11 +72,10 @@ def command(
 ) -> None:
     """Compare kvhold, vLLM alone, its prefix cache and offloading, and LMCache 0.5.6.
 
-    All run in real vLLM engines. Shows TTFT and throughput by tier, working set and reuse. The
+    All run in real vLLM engines. The
     first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
     missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
-    kvhold failed, answered differently, or reused nothing. Times do not decide that; the goals'
-    verdicts are printed. Ctrl-C shows the results so far.
+    kvhold failed, answered differently, or reused nothing. Ctrl-C shows the results so far.
     """
     tiers = tuple(tier for tier in TIERS if tier in (tiers or TIERS))
     workloads = [WORKLOADS[name] for name in WORKLOADS if name in (names or WORKLOADS)]
@@ -126,8 +125,7 @@ def vllm(
 
     Compares a real vLLM with kvhold, vLLM alone, its offloading, and an unlimited prefix cache, in
     a working set larger than vLLM's own memory. Exits with 1 if two systems answered differently,
-    or if kvhold reused nothing. Times do not decide that; the goals' verdicts are printed. Ctrl-C
-    shows the results so far.
+    or if kvhold reused nothing. Ctrl-C shows the results so far.
     """
     needing_pictures(plot)
     host = _Host.of(model_size, threads, peer)

@@ -1,10 +1,4 @@
-"""The names of the compared systems.
-
-- "vllm", the baseline, has a prefix cache for two prompts; "vllm, again" shows the noise. In "vllm,
-  all in memory", the limit, a hit copies nothing.
-- "kvhold, left alone" and "left alone again" have store and load off.
-- "kvhold, unchecked" has `client.check_memory` off.
-"""
+"""The names of the compared systems (docs/benchmarks.md)."""
 
 from collections.abc import Sequence
 

@@ -35,7 +35,6 @@ def measure(
     *,
     say: Callable[[str], None],
 ) -> None:
-    """Raises EngineFailed, OutputsDiffer."""
     measured.errors = running.errors
     chance = random.Random(len(plan.stages))
     planned = [visit for stage in plan.stages for visit in stage.visits]

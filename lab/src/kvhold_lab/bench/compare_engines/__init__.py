@@ -1,1 +1,0 @@
-"""`kvhold bench compare-engines`: kvhold and LMCache without an engine."""

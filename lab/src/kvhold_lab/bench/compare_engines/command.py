@@ -68,7 +68,7 @@ def command(
 
     The first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
     missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
-    kvhold failed, or loaded wrong bytes. Times do not decide that; the goals' verdicts are printed.
+    kvhold failed, or loaded wrong bytes.
     """
     work = Work(
         num_tokens=tokens,

@@ -33,7 +33,6 @@ def find_lmcache(folder: Path | None, say: Callable[[str], None]) -> Path | str:
 
 
 def lmcache_python(folder: Path) -> Path:
-    """Raises NoLMCache."""
     python, stamp, wanted = (
         folder / "bin" / "python",
         folder / _STAMP,

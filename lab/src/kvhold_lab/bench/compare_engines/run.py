@@ -1,5 +1,3 @@
-"""The rounds: every system stores and retrieves the same KV, in a changing order."""
-
 import random
 import subprocess
 import tempfile

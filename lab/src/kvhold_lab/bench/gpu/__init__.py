@@ -1,1 +1,0 @@
-"""`kvhold bench gpu`: kvhold's copies on a GPU."""

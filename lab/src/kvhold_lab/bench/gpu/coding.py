@@ -1,5 +1,3 @@
-"""Copies that encode and decode (`memory_codec`), compared bit by bit with the host's."""
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -196,8 +196,6 @@ def _window(decoder: StepDecoder, steps: int, copies: Beside | None) -> tuple[Ti
 
 
 class RepeatedCopies:
-    """The order and the threads of vLLM's worker."""
-
     def __init__(self, copier: Copier, sample: CopySample, verb: Verb) -> None:
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")

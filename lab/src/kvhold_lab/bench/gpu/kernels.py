@@ -1,5 +1,3 @@
-"""The copy kernels, compared with a copy within the device."""
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,5 +1,3 @@
-"""The machine's limits."""
-
 import time
 from collections.abc import Iterator
 from functools import partial

@@ -1,5 +1,3 @@
-"""The order of copies and the engine's work, with controls that must fail."""
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

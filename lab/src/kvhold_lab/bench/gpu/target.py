@@ -26,7 +26,6 @@ ROUNDS = 7
 
 class Target:
     def __init__(self, kind: Kind) -> None:
-        """Raises DeviceError; ImportError without cuda-bindings."""
         self.kind = kind
         self.small = kind != "cuda"
         self.device = torch.device("cuda:0" if kind == "cuda" else "cpu")

@@ -1,1 +1,0 @@
-"""`kvhold bench load`: workloads and traces against any OpenAI-compatible server."""

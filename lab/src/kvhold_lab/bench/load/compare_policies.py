@@ -1,4 +1,4 @@
-"""One workload on several demo servers of one model, with different policies (`in_turns.py`)."""
+"""One workload on demo servers with different policies (`in_turns.py`)."""
 
 import asyncio
 import sys

@@ -1,6 +1,4 @@
-"""A server to try workloads: vLLM with kvhold and a small model. Its own memory holds one
-prompt.
-"""
+"""A server to try workloads: vLLM with kvhold and a small model."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A measurement as a picture, or as an HTML page, which loads nothing and escapes outside text."""
+"""A measurement as a picture, or as an HTML page, which escapes outside text."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Make rows from the results of several policies: hit tokens and TTFT with intervals. No I/O.
+"""Make rows from the results of several policies. No I/O.
 
 Intervals are of 95 %, by bootstrap; one user's requests are drawn together.
 """

@@ -1,1 +1,0 @@
-"""`kvhold bench quality`: the cost of lossy codecs in answers."""

@@ -1,5 +1,3 @@
-"""Compare answers on encoded and decoded KV with answers on the unchanged KV."""
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +79,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Guesses:
-    """log_shares: [answers, vocabulary]; right: [answers]"""
+    """A model's answers. log_shares: [answers, vocabulary]; right: [answers]"""
 
     log_shares: npt.NDArray[np.float64]
     of_answers: npt.NDArray[np.float64]

@@ -1,1 +1,0 @@
-"""Long runs: damage, kills, a dying server, random requests."""

@@ -1,4 +1,4 @@
-"""A node with a disk tier is killed at random moments while it stores and clears.
+"""A node with a disk tier is killed while it stores and clears.
 
 After a restart, a prompt whose `flush` had returned must be a full hit with the right bytes, and
 the tier must count as many used bytes as the file system.

@@ -1,7 +1,4 @@
-"""A real vLLM whose Redis tier is killed every minute, and is down for ten seconds.
-
-Answers are compared with those of vLLM alone. Memory must not grow after a fifth of the time.
-"""
+"""A real vLLM whose Redis tier is killed every minute, and is down for ten seconds."""
 
 import os
 import random

@@ -1,7 +1,7 @@
 """Random requests of two engines whose shared node is far too small.
 
-Each answer must equal that of a third engine without a connector and prefix cache. Batches change
-the last bits of logits, so answers are compared up to the first near tie (`_SURE`).
+Each answer must equal that of a third engine without a connector and prefix cache, up to the first
+near tie (`_SURE`).
 """
 
 import random

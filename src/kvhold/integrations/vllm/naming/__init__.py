@@ -1,5 +1,3 @@
-"""Name a vLLM engine's KV."""
-
 from kvhold.integrations.vllm.naming.walk import engine_facts, machine_facts
 
 __all__ = ["engine_facts", "machine_facts"]

@@ -24,7 +24,7 @@ _METHOD = "_load_adapter"
 
 @dataclass(frozen=True)
 class _Load:
-    """identity: None: the files changed during the load"""
+    """vLLM's load of an adapter. identity: None: the files changed during it"""
 
     path: str
     stamp: Stamp

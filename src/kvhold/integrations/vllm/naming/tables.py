@@ -1,6 +1,6 @@
 """The fields of vLLM 0.32's configuration that name a namespace, and why the others do not.
 
-A test checks that each is listed. An unlisted field of a later version splits the cache. A field is
+An unlisted field of a later version splits the cache. A field is
 harmless if it changes no byte of KV, or if its effect is in another fact.
 """
 

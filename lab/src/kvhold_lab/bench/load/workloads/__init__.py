@@ -1,4 +1,4 @@
-"""Each file has one workload: a frozen dataclass, a `kvhold_lab.bench.load.work.Workload`."""
+"""One workload a file: a frozen dataclass, a `kvhold_lab.bench.load.work.Workload`."""
 
 from kvhold_lab.bench.load.workloads.chats import Chats
 from kvhold_lab.bench.load.workloads.long_doc_qa import LongDocQA

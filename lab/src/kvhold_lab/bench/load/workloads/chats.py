@@ -1,5 +1,3 @@
-"""Chats: users come, ask, think, ask again with the whole chat in the prompt, and leave."""
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,7 +4,7 @@ from random import Random
 from typing import Any
 
 
-class Steps:
+class DrawnSizes:
     def __init__(self, *rows: tuple[Any, str, tuple[int, ...]]) -> None:
         """rows: module, name, and the values to draw"""
         self._rows = rows
