@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-Protocol = Literal["nixl", "p2p"]
+PdProtocol = Literal["nixl", "p2p"]
 KVHOLD, NIXL = "kvhold", "nixl"
 
 _HELD = ("pinned_chunks", "arriving_chunks", "clearing_chunks", "announced_chunks")
@@ -34,7 +34,7 @@ class PdFault:
     """
 
     name: str
-    protocol: Protocol
+    protocol: PdProtocol
     conditions: PdConditions = USUAL
     only_kvhold: bool = False
 
@@ -83,10 +83,10 @@ class PdFaultRow:
     errors:          requests without a whole answer
     errors_allowed:  those of them whose engine was gone
     deadline_missed: answers and errors that came too late
-    leaked:          what the node holds at the end: hits, leases, reservations, pinned chunks,
+    leaked:          held by the node at the end: hits, leases, reservations, pinned chunks,
                      announcements; of another connector, engines that hold blocks
     handed_tokens:   loaded by the decode engine; null: it was restarted
-    detail:          first errors, what is held, and whether the fault came too late
+    detail:          first errors, holdings, and whether the fault came too late
     """
 
     fault: str
@@ -120,7 +120,7 @@ def judge(
     handed_tokens: int | None = None,
 ) -> PdFaultRow:
     """expected: tokens of one engine alone, by the request's number
-    held:     what is held at the end, by kind
+    held:     holdings at the end, by kind
     notes:    why the fault may not have come in time
     """
     failed = [answer for answer in answers if answer.error]
@@ -150,7 +150,7 @@ def judge(
 
 
 def count_held(status: Mapping[str, Any]) -> dict[str, int]:
-    """Return what a node holds for callers, by kind. status: a `NodeStatus`"""
+    """Return the number of a node's holdings by kind. status: a `NodeStatus`"""
     held = {**status["held"], **{name: status[name] for name in _HELD}}
     return {kind: count for kind, count in held.items() if count}
 

@@ -170,7 +170,7 @@ class PdPair:
     def kill_node(self) -> None:
         os.kill(self._status()["pid"], signal.SIGKILL)
 
-    # what can be seen
+    # observation
 
     def await_prefill(self) -> bool:
         """Wait until the prefill engine computes. False: it does not begin."""
@@ -184,7 +184,7 @@ class PdPair:
         return int(self._engines["decode"].metric(_LOADED))
 
     def held_at_end(self) -> dict[str, int]:
-        """Return what is held once nothing is held any more, or after half a minute."""
+        """Return the holdings: none as soon as there are none, else those after half a minute."""
         held = {"silent node or engine": 1}
 
         def is_free() -> bool:

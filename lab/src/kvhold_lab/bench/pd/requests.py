@@ -90,7 +90,7 @@ def send(
     params: Mapping[str, Any] | None = None,
     request_id: str = "",
 ) -> PdAnswer:
-    """Send a request, and take what comes. Does not raise for a failing server."""
+    """Send a request. A failing server is an error of the answer; nothing is raised."""
     began, tokens, error = time.monotonic(), list[int](), ""
     body, patience_s = request.body(salt, params), _PATIENCE * deadline_s
     try:

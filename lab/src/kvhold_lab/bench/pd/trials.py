@@ -1,4 +1,4 @@
-"""What each fault of `kvhold bench pd --faults` does, and what its clients send meanwhile.
+"""The faults of `kvhold bench pd --faults` in action, and the requests of their clients.
 
     rows = fault_rows(work, names, systems, say)
 
@@ -24,6 +24,7 @@ from kvhold_lab.bench.pd.faults import (
     PdConditions,
     PdFault,
     PdFaultRow,
+    PdProtocol,
     by_conditions,
     judge,
 )
@@ -89,8 +90,9 @@ class PdTrial:
         return self.requests[:middle], self.requests[middle:]
 
     @contextmanager
-    def proxy(self) -> Iterator[ProxyProcess]:
-        prefill, protocol = self.pair.url("prefill"), self.fault.protocol
+    def proxy(self, protocol: PdProtocol | None = None) -> Iterator[ProxyProcess]:
+        """protocol: None: that of the fault. Another connector speaks only its own."""
+        prefill, protocol = self.pair.url("prefill"), protocol or self.fault.protocol
         if self.pair.system != KVHOLD:
             protocol = "nixl"
         if protocol == "p2p":
@@ -228,6 +230,13 @@ def _shown(conditions: PdConditions) -> str:
 def _plain(trial: PdTrial) -> None:
     with trial.proxy() as proxy:
         trial.collect(trial.send(proxy.url, trial.requests))
+
+
+def _short_leases(trial: PdTrial) -> None:
+    protocols: tuple[PdProtocol, PdProtocol] = ("nixl", "p2p")
+    for protocol, requests in zip(protocols, trial.halves, strict=True):
+        with trial.proxy(protocol) as proxy:
+            trial.collect(trial.send(proxy.url, requests))
 
 
 def _producer_slow(trial: PdTrial) -> None:
@@ -377,5 +386,5 @@ TRIALS: dict[str, Callable[[PdTrial], None]] = {
     "decoder restarted": _decoder_restarted,
     "decoder killed": _decoder_killed,
     "producer evicting": _plain,
-    "short leases": _plain,
+    "short leases": _short_leases,
 }
