@@ -38,7 +38,7 @@ _ROOM_TOKENS = 128
 _HELD_PROMPTS = 32
 _TINY_CHUNKS = 4
 _TOKENS_PER_CHUNK = 128
-_START_S = 600.0
+START_S = 600.0
 _NODE_OUTLIVES_ENGINES_S = 120.0
 _PATIENT = ClientConfig(connect_timeout_s=20.0, call_timeout_s=20.0)
 _MOMENT_S = 0.02
@@ -119,7 +119,7 @@ class PdPair:
                 port=self._ports[role],
             )
         with ThreadPoolExecutor(len(ROLES)) as starters:
-            starts = [starters.submit(self._engines[role].start, _START_S) for role in missing]
+            starts = [starters.submit(self._engines[role].start, START_S) for role in missing]
             for started in starts:
                 started.result()
 

@@ -28,7 +28,7 @@ from kvhold_lab.bench.pd.faults import (
     by_conditions,
     judge,
 )
-from kvhold_lab.bench.pd.pair import AT_ONCE, PdPair, Role, alone, wait_until
+from kvhold_lab.bench.pd.pair import AT_ONCE, START_S, PdPair, Role, alone, wait_until
 from kvhold_lab.bench.pd.requests import PdRequest, ask_alone, post, send, send_prefill
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.servers.proxy import ProxyProcess
@@ -182,7 +182,7 @@ def fault_rows(
     with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as own:
         folder = Path(own)
         say(f"one engine alone answers {work.num_requests} requests ...")
-        with alone(work.model, folder, threads=work.threads) as server:
+        with alone(work.model, folder, threads=work.threads).start(START_S) as server:
             requests = ask_alone(server, work.model, work.num_requests, seed=work.seed)
         for system in systems:
             for conditions, faults in by_conditions(names, system):
