@@ -13,6 +13,7 @@ from kvhold_lab.bench.compare_engines.command import command as compare_engines
 from kvhold_lab.bench.gpu.command import command as gpu
 from kvhold_lab.bench.history import command as history
 from kvhold_lab.bench.load.command import command as load
+from kvhold_lab.bench.pd.command import command as pd
 from kvhold_lab.bench.planner.command import command as planner
 from kvhold_lab.bench.quality.command import command as quality
 from kvhold_lab.bench.rows import Row, machine_and_load, needing, table, write_rows
@@ -278,6 +279,7 @@ command.add_command(fleet, "fleet")
 command.add_command(gpu, "gpu")
 command.add_command(history, "history")
 command.add_command(load, "load")
+command.add_command(pd, "pd")
 command.add_command(planner, "planner")
 command.add_command(quality, "quality")
 command.add_command(soak, "soak")

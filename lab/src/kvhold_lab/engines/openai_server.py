@@ -42,14 +42,16 @@ class OpenAIServer(Child):
         log_path: Path | None = None,
         environment: Mapping[str, str] | None = None,
         engines: int = 1,
+        port: int = 0,
     ) -> None:
+        """port: 0: a free one"""
         usual = own_environment() if options.own_binding else environment_for(options.num_threads)
         super().__init__(
             "vLLM's server", log_path=log_path, environment={**usual, **(environment or {})}
         )
         self.options = options
         self._engines = engines
-        self._port = 0
+        self._port = port
 
     @property
     def base_url(self) -> str:
@@ -111,7 +113,7 @@ class OpenAIServer(Child):
         )
 
     def _spawn(self) -> LoggedProcess:
-        self._port = free_port()
+        self._port = self._port or free_port()
         argv = _arguments(self.options, self._port, self._engines)
         return LoggedProcess(
             self._name, argv, log_path=self._log_path, environment=self._environment

@@ -88,6 +88,12 @@ class LoggedProcess:
     def terminate(self) -> None:
         self._process.terminate()
 
+    def signal(self, number: signal.Signals) -> None:
+        """To the process group. No effect after the process's end."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def wait(self, timeout_s: float) -> bool:
         try:
             self._process.wait(timeout_s)
@@ -211,6 +217,17 @@ class Child(ABC):
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.is_alive
+
+    def pause(self) -> None:
+        """Stop answering until `resume`; the kernel still accepts connections."""
+        self._running().signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._running().signal(signal.SIGCONT)
 
     def log_tail(self) -> str:
         return self._process.log_tail() if self._process is not None else ""

@@ -1,0 +1,180 @@
+"""The faults of `kvhold bench pd --faults`, and the judgement of the answers. No I/O."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+PdProtocol = Literal["nixl", "p2p"]
+KVHOLD, NIXL = "kvhold", "nixl"
+
+_HELD = ("pinned_chunks", "arriving_chunks", "clearing_chunks", "announced_chunks")
+_MOST_DETAILS = 3
+
+
+@dataclass(frozen=True)
+class PdConditions:
+    """How the engines of a fault are started.
+
+    tiny_arena:   memory for a few chunks
+    short_leases: the shortest waits of the decode engine
+    """
+
+    tiny_arena: bool = False
+    short_leases: bool = False
+
+
+USUAL = PdConditions()
+
+
+@dataclass(frozen=True)
+class PdFault:
+    """protocol:    between proxy and engines
+    only_kvhold: other connectors lack the part that fails, or the protocol
+    """
+
+    name: str
+    protocol: PdProtocol
+    conditions: PdConditions = USUAL
+    only_kvhold: bool = False
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        PdFault("none", "nixl"),
+        PdFault("proxy killed", "nixl"),
+        PdFault("client gone", "nixl"),
+        PdFault("duplicate legs", "nixl"),
+        PdFault("stale legs", "nixl"),
+        PdFault("same id", "p2p", only_kvhold=True),
+        PdFault("node killed", "nixl", only_kvhold=True),
+        PdFault("producer slow", "p2p"),
+        PdFault("producer stopped", "p2p"),
+        PdFault("producer restarted", "nixl"),
+        PdFault("producer killed", "p2p"),
+        PdFault("decoder restarted", "p2p"),
+        PdFault("decoder killed", "nixl"),
+        PdFault("producer evicting", "nixl", PdConditions(tiny_arena=True), only_kvhold=True),
+        PdFault("short leases", "p2p", PdConditions(short_leases=True)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class PdAnswer:
+    """number:   of the request
+    tokens:   those before an error
+    error:    empty: none
+    may_fail: an engine was gone that it needs
+    """
+
+    number: int
+    tokens: list[int]
+    seconds: float
+    error: str = ""
+    may_fail: bool = False
+
+
+@dataclass(frozen=True)
+class PdFaultRow:
+    """wrong, deadline_missed and leaked must be 0, and errors at most errors_allowed.
+
+    errors:          requests without a whole answer
+    errors_allowed:  those of them whose engine was gone
+    deadline_missed: answers and errors that came too late
+    leaked:          held by the node at the end: hits, leases, reservations, pinned chunks,
+                     announcements; of another connector, engines that hold blocks
+    handed_tokens:   loaded by the decode engine; null: it was restarted
+    detail:          first errors, holdings, and whether the fault came too late
+    """
+
+    fault: str
+    system: str
+    requests: int
+    wrong: int
+    errors: int
+    deadline_missed: int
+    leaked: int
+    errors_allowed: int = 0
+    handed_tokens: int | None = None
+    detail: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return (
+            not (self.wrong or self.deadline_missed or self.leaked)
+            and self.errors <= self.errors_allowed
+        )
+
+
+def judge(
+    fault: str,
+    system: str,
+    answers: Sequence[PdAnswer],
+    expected: Mapping[int, Sequence[int]],
+    *,
+    deadline_s: float,
+    held: Mapping[str, int],
+    notes: Sequence[str] = (),
+    handed_tokens: int | None = None,
+) -> PdFaultRow:
+    """expected: tokens of one engine alone, by the request's number
+    held:     holdings at the end, by kind
+    notes:    why the fault may not have come in time
+    """
+    failed = [answer for answer in answers if answer.error]
+    wrong = [answer for answer in answers if not _is_right(answer, expected[answer.number])]
+    unexpected = [answer for answer in failed if not answer.may_fail]
+    details = [
+        *notes,
+        *(f"request {answer.number}: {answer.error}" for answer in unexpected[:_MOST_DETAILS]),
+        *(
+            f"request {answer.number}: {answer.tokens} is not {list(expected[answer.number])}"
+            for answer in wrong[:_MOST_DETAILS]
+        ),
+        *(f"{count} {kind}" for kind, count in held.items() if count),
+    ]
+    return PdFaultRow(
+        fault,
+        system,
+        len(answers),
+        len(wrong),
+        len(failed),
+        sum(answer.seconds > deadline_s for answer in answers),
+        sum(held.values()),
+        errors_allowed=len(failed) - len(unexpected),
+        handed_tokens=handed_tokens,
+        detail="; ".join(details),
+    )
+
+
+def count_held(status: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of a node's holdings by kind. status: a `NodeStatus`"""
+    held = {**status["held"], **{name: status[name] for name in _HELD}}
+    return {kind: count for kind, count in held.items() if count}
+
+
+def failed_rows(rows: Iterable[PdFaultRow]) -> list[PdFaultRow]:
+    """Return kvhold's rows that show a fault of kvhold."""
+    return [row for row in rows if row.system == KVHOLD and not row.is_right]
+
+
+def by_conditions(
+    names: Iterable[str], system: str
+) -> Iterator[tuple[PdConditions, list[PdFault]]]:
+    """Group the faults that a system can be put to by how its engines are started."""
+    chosen = [
+        fault
+        for name, fault in FAULTS.items()
+        if name in set(names) and (system == KVHOLD or not fault.only_kvhold)
+    ]
+    for conditions, faults in groupby(chosen, lambda fault: fault.conditions):
+        yield conditions, list(faults)
+
+
+def _is_right(answer: PdAnswer, expected: Sequence[int]) -> bool:
+    """A broken answer is right as far as it goes."""
+    if answer.error:
+        return answer.tokens == list(expected[: len(answer.tokens)])
+    return answer.tokens == list(expected)

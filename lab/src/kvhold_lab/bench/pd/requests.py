@@ -1,0 +1,237 @@
+"""The requests of `kvhold bench pd`, and how a client, or a proxy of its own, sends them.
+
+Batches change the last bits of logits, so prompts whose answer has a near tie are left out.
+"""
+
+import http.client
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvhold_lab.bench.pd.faults import PdAnswer
+from kvhold_lab.engines.models import ModelInfo
+from kvhold_lab.engines.openai_server import OpenAIServer
+from kvhold_lab.engines.process import EngineFailed
+from kvhold_lab.engines.prompts import make_prompt
+
+MOST_TOKENS = 1_500
+OUTPUT_TOKENS = 8
+
+_LEAST_TOKENS = 300
+_PATH = "/v1/completions"
+_SURE = 1e-3  # smallest sure difference of logarithms; batches cause 1e-5
+_CANDIDATES = 4  # for each request
+_PATIENCE = 2.0  # a client leaves after so many deadlines
+_MOST_OF_AN_ERROR = 300
+
+
+@dataclass(frozen=True)
+class PdRequest:
+    """expected: tokens of one engine alone"""
+
+    number: int
+    prompt: list[int]
+    expected: list[int]
+
+    def body(self, salt: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        body = _body(self.prompt) | {
+            "return_token_ids": True,
+            "stream": self.number % 2 == 0,
+            "cache_salt": salt,
+        }
+        return body if params is None else body | {"kv_transfer_params": dict(params)}
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    """gaps_s: between arrivals of tokens"""
+
+    tokens: list[int]
+    ttft_s: float
+    gaps_s: list[float]
+
+
+def ask_alone(server: OpenAIServer, model: ModelInfo, count: int, *, seed: int) -> list[PdRequest]:
+    """Make requests, with the answers of a server that nothing else uses. Raises EngineFailed."""
+    chance, made = random.Random(seed), list[PdRequest]()
+    for candidate in range(_CANDIDATES * count):
+        if len(made) == count:
+            break
+        length = chance.randint(_LEAST_TOKENS, MOST_TOKENS)
+        prompt = make_prompt(model.path, length, seed=seed + candidate)
+        tokens, is_sure = _answer_alone(server, prompt)
+        if is_sure:
+            made.append(PdRequest(len(made), prompt, tokens))
+    if len(made) < count:
+        raise EngineFailed(
+            f"of {_CANDIDATES * count} prompts, only {len(made)} have answers without near ties"
+        )
+    return made
+
+
+def is_sure(top_logprobs: Sequence[Mapping[str, float] | None]) -> bool:
+    """Whether each token is more likely than the next one by a margin."""
+    ranked = [sorted((position or {}).values(), reverse=True) for position in top_logprobs]
+    return all(len(values) > 1 and values[0] - values[1] >= _SURE for values in ranked)
+
+
+def send(
+    url: str,
+    request: PdRequest,
+    salt: str,
+    *,
+    deadline_s: float,
+    params: Mapping[str, Any] | None = None,
+    request_id: str = "",
+) -> PdAnswer:
+    """Send a request. A failing server is an error of the answer; nothing is raised."""
+    began, tokens, error = time.monotonic(), list[int](), ""
+    body, patience_s = request.body(salt, params), _PATIENCE * deadline_s
+    try:
+        with closing(post(url, body, timeout_s=patience_s, request_id=request_id)) as connection:
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                text = response.read(_MOST_OF_AN_ERROR).decode(errors="replace")
+                error = f"http {response.status}: {text}"
+            elif body["stream"]:
+                error = "cut short"
+                for event in _events(response, until=began + patience_s):
+                    error = _take(event, tokens, error)
+            else:
+                tokens += json.loads(response.read())["choices"][0]["token_ids"]
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as fault:
+        error = f"{type(fault).__name__}: {fault}"
+    return PdAnswer(request.number, tokens, time.monotonic() - began, error)
+
+
+def send_prefill(
+    url: str,
+    request: PdRequest,
+    salt: str,
+    params: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    request_id: str = "",
+) -> dict[str, Any]:
+    """Send the prefill part, as a proxy does. Return its answer's `kv_transfer_params`.
+
+    Raises EngineFailed.
+    """
+    body = request.body(salt, params) | {"max_tokens": 1, "stream": False}
+    try:
+        with closing(post(url, body, timeout_s=timeout_s, request_id=request_id)) as connection:
+            response = connection.getresponse()
+            text = response.read()
+            if response.status != http.HTTPStatus.OK:
+                raise EngineFailed(
+                    f"the prefill engine answered {response.status}: {text[:_MOST_OF_AN_ERROR]!r}"
+                )
+            return json.loads(text).get("kv_transfer_params") or {}
+    except (OSError, http.client.HTTPException, ValueError) as fault:
+        raise EngineFailed(f"the prefill engine did not answer: {fault!r}") from fault
+
+
+def time_answer(
+    url: str,
+    prompt: list[int],
+    salt: str,
+    *,
+    max_tokens: int,
+    timeout_s: float,
+    params: Mapping[str, Any] | None = None,
+) -> TimedAnswer:
+    """Raises EngineFailed."""
+    body = _body(prompt) | {
+        "max_tokens": max_tokens,
+        "return_token_ids": True,
+        "stream": True,
+        "cache_salt": salt,
+    }
+    if params is not None:
+        body["kv_transfer_params"] = dict(params)
+    began, arrivals, tokens = time.perf_counter(), list[float](), list[int]()
+    error = "cut short"
+    try:
+        with closing(post(url, body, timeout_s=timeout_s)) as connection:
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                error = f"http {response.status}"
+            for event in _events(response, until=time.monotonic() + timeout_s):
+                before = len(tokens)
+                error = _take(event, tokens, error)
+                if len(tokens) > before:
+                    arrivals.append(time.perf_counter())
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as fault:
+        error = repr(fault)
+    if error or not arrivals:
+        raise EngineFailed(f"a timed request to {url} failed: {error}")
+    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+    return TimedAnswer(tokens, arrivals[0] - began, gaps)
+
+
+def post(
+    url: str, body: Mapping[str, Any], *, timeout_s: float, request_id: str = ""
+) -> http.client.HTTPConnection:
+    """Send a request. The caller reads the answer, or closes the connection. Raises OSError."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
+    headers = {"Content-Type": "application/json"}
+    if request_id:
+        headers["X-Request-Id"] = request_id
+    try:
+        connection.request("POST", _PATH, json.dumps(body), headers)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _body(prompt: list[int]) -> dict[str, Any]:
+    return {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+
+
+def _answer_alone(server: OpenAIServer, prompt: list[int]) -> tuple[list[int], bool]:
+    body = _body(prompt) | {
+        "return_token_ids": True,
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,
+    }
+    url = server.base_url.removesuffix("/v1")
+    try:
+        with closing(post(url, body, timeout_s=600.0)) as connection:
+            choice = json.loads(connection.getresponse().read())["choices"][0]
+            return choice["token_ids"], is_sure(choice["logprobs"]["top_logprobs"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as fault:
+        raise EngineFailed(f"the engine alone did not answer: {fault!r}") from fault
+
+
+def _events(response: http.client.HTTPResponse, *, until: float) -> Iterator[bytes]:
+    """Raises TimeoutError after `until`."""
+    for line in iter(response.readline, b""):
+        if time.monotonic() > until:
+            raise TimeoutError("the answer does not end")
+        if line.startswith(b"data:"):
+            yield line.removeprefix(b"data:").strip()
+
+
+def _take(event: bytes, tokens: list[int], error: str) -> str:
+    """Add an event's tokens. Return the error so far: empty after the last event."""
+    if event == b"[DONE]":
+        return "" if error == "cut short" else error
+    content = json.loads(event)
+    if "error" in content:
+        return f"an event: {content['error']}"
+    for choice in content["choices"]:
+        tokens += choice.get("token_ids") or ()
+    return error

@@ -1,0 +1,227 @@
+"""`kvhold bench pd`: time to the first token of a hand-over, beside that of one engine.
+
+Each round asks every system for prompts of each share of reuse, one request at a time. A system's
+prompts have a salt of their own. Requests of "alone" and "prefill alone" are left alone by kvhold,
+in the same engines.
+"""
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvhold_lab.bench.engines import OutputsDiffer
+from kvhold_lab.bench.pd.faults import KVHOLD, NIXL, USUAL
+from kvhold_lab.bench.pd.pair import PdPair
+from kvhold_lab.bench.pd.requests import TimedAnswer, time_answer
+from kvhold_lab.bench.ratios import Cell, ratio, shared
+from kvhold_lab.engines.models import ModelInfo
+from kvhold_lab.engines.prompts import make_prompt
+from kvhold_lab.servers.proxy import ProxyProcess
+
+ALONE, PREFILL_ALONE, LIMIT = "alone", "prefill alone", "limit"
+
+_OUTPUT_TOKENS = 32
+_HELD_PROMPTS = 8
+_ANSWER_S = 600.0
+_LEFT_ALONE = {"kvhold": {"store": False, "load": False}}
+
+
+@dataclass(frozen=True)
+class PdSpeedRow:
+    """reuse:          share of the prompt that was seen before, in %
+    itl_p50_s:      between tokens; null: one token only
+    ratio_to_nixl:  of TTFT; null: NixlConnector was not measured
+    interval:       of that ratio, 95 %
+    ratio_to_limit: of TTFT, to that of the prefill engine alone plus one decode step
+    limit_interval: of that ratio, 95 %
+    """
+
+    system: str
+    reuse: int
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p50_s: float | None
+    ratio_to_nixl: float | None = None
+    interval: tuple[float, float] | None = None
+    ratio_to_limit: float | None = None
+    limit_interval: tuple[float, float] | None = None
+    requests: int = 0
+
+
+@dataclass(frozen=True)
+class PdSpeedWork:
+    """rounds: after one that does not count"""
+
+    model: ModelInfo
+    num_tokens: int
+    rounds: int
+    shares: Sequence[int]
+    threads: int
+
+
+@dataclass
+class PdTimes:
+    """gaps_s: between tokens, by share and system"""
+
+    cells: list[Cell] = field(default_factory=list)
+    gaps_s: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+
+    def add(self, reuse: int, num_tokens: int, answers: dict[str, TimedAnswer]) -> None:
+        """Add the answers of one round to the same prompt, by system."""
+        cell = Cell(reuse, num_tokens, burst=False)
+        for system, answer in answers.items():
+            cell.seconds[system] = answer.ttft_s
+            self.gaps_s.setdefault((reuse, system), []).extend(answer.gaps_s)
+        if PREFILL_ALONE in answers and ALONE in answers:
+            step_s = median(answers[ALONE].gaps_s)
+            cell.seconds[LIMIT] = answers[PREFILL_ALONE].ttft_s + step_s
+        self.cells.append(cell)
+
+
+def speed_rows(times: PdTimes) -> list[PdSpeedRow]:
+    return [
+        _row(times, reuse, system)
+        for reuse in sorted({cell.reuse for cell in times.cells})
+        for system in (KVHOLD, NIXL, ALONE, PREFILL_ALONE)
+        if any(cell.reuse == reuse and system in cell.seconds for cell in times.cells)
+    ]
+
+
+def render(rows: Sequence[PdSpeedRow]) -> str:
+    heading = (
+        f"{'reuse':>5}  {'system':<13}  {'TTFT p50':>9}  {'p99':>9}  {'between tokens':>14}  "
+        f"{'to the limit':>21}  {'to nixl':>21}"
+    )
+    lines = [heading]
+    for row in rows:
+        itl = f"{row.itl_p50_s:.4f} s" if row.itl_p50_s is not None else "-"
+        lines.append(
+            f"{row.reuse:>3} %  {row.system:<13}  {row.ttft_p50_s:7.3f} s  {row.ttft_p99_s:7.3f} s"
+            f"  {itl:>14}  {_shown(row.ratio_to_limit, row.limit_interval):>21}"
+            f"  {_shown(row.ratio_to_nixl, row.interval):>21}"
+        )
+    return "\n".join(lines)
+
+
+def measure(
+    work: PdSpeedWork, systems: Sequence[str], times: PdTimes, say: Callable[[str], None]
+) -> None:
+    """systems: "kvhold", and perhaps "nixl"
+
+    Raises EngineFailed; OutputsDiffer: two systems answered differently.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as folder, ExitStack() as stack:
+        asked: dict[str, Callable[[list[int], str], TimedAnswer]] = {}
+        for system in systems:
+            say(f"starting a prefill and a decode engine, {system} ...")
+            pair = stack.enter_context(
+                PdPair(
+                    work.model,
+                    Path(folder),
+                    system,
+                    USUAL,
+                    threads=work.threads,
+                    max_tokens=work.num_tokens + _OUTPUT_TOKENS,
+                    held_prompts=_HELD_PROMPTS,
+                )
+            )
+            proxy = stack.enter_context(
+                ProxyProcess(
+                    [pair.url("prefill")],
+                    [pair.url("decode")],
+                    KVHOLD_PROXY_PROTOCOL="nixl",
+                    KVHOLD_PROXY_PREFILL_TIMEOUT_S=str(_ANSWER_S),
+                )
+            )
+            asked[system] = _asking(proxy.url)
+            if system == KVHOLD:
+                asked[ALONE] = _asking(pair.url("decode"), params=_LEFT_ALONE)
+                asked[PREFILL_ALONE] = _asking(
+                    pair.url("prefill"), params=_LEFT_ALONE, max_tokens=1
+                )
+        chance = random.Random(0)
+        for number in range(work.rounds + 1):
+            for reuse, prompt in _prompts(work, number):
+                answers = {
+                    system: asked[system](prompt, f"{system}, {reuse} %")
+                    for system in chance.sample(list(asked), len(asked))
+                }
+                _check_equal(answers, reuse)
+                if number:
+                    times.add(reuse, work.num_tokens, answers)
+            say(f"round {number} of {work.rounds}" if number else "warmed up")
+
+
+def _prompts(work: PdSpeedWork, number: int) -> Iterator[tuple[int, list[int]]]:
+    """Prompts of one share begin alike."""
+    for reuse in work.shares:
+        prompt = make_prompt(
+            work.model.path,
+            work.num_tokens,
+            seed=1_000 * number + reuse,
+            num_shared_tokens=work.num_tokens * reuse // 100,
+        )
+        yield reuse, prompt
+
+
+def _asking(
+    url: str, *, params: dict[str, Any] | None = None, max_tokens: int = _OUTPUT_TOKENS
+) -> Callable[[list[int], str], TimedAnswer]:
+    def ask(prompt: list[int], salt: str) -> TimedAnswer:
+        return time_answer(
+            url, prompt, salt, max_tokens=max_tokens, timeout_s=_ANSWER_S, params=params
+        )
+
+    return ask
+
+
+def _check_equal(answers: dict[str, TimedAnswer], reuse: int) -> None:
+    right = answers[ALONE].tokens
+    for system, answer in answers.items():
+        if answer.tokens != right[: len(answer.tokens)]:
+            raise OutputsDiffer(
+                f"at {reuse} % reuse {system} answered {answer.tokens} where one engine alone "
+                f"answered {right}: one of them is wrong"
+            )
+
+
+def _row(times: PdTimes, reuse: int, system: str) -> PdSpeedRow:
+    cells = [cell for cell in times.cells if cell.reuse == reuse and system in cell.seconds]
+    seconds = [cell.seconds[system] for cell in cells]
+    gaps_s = times.gaps_s.get((reuse, system))
+    to_nixl, nixl_interval = _ratio(cells, system, NIXL)
+    to_limit, limit_interval = _ratio(cells, system, LIMIT)
+    return PdSpeedRow(
+        system,
+        reuse,
+        ttft_p50_s=median(seconds),
+        ttft_p99_s=float(np.percentile(seconds, 99)),
+        itl_p50_s=median(gaps_s) if gaps_s else None,
+        ratio_to_nixl=to_nixl,
+        interval=nixl_interval,
+        ratio_to_limit=to_limit,
+        limit_interval=limit_interval,
+        requests=len(seconds),
+    )
+
+
+def _ratio(
+    cells: Sequence[Cell], system: str, other: str
+) -> tuple[float | None, tuple[float, float] | None]:
+    if system == other or not shared(cells, system, other):
+        return None, None
+    found = ratio(cells, system, other)
+    return found.median, (found.low, found.high)
+
+
+def _shown(value: float | None, interval: tuple[float, float] | None) -> str:
+    if value is None or interval is None:
+        return "-"
+    return f"{value:.3f} ({interval[0]:.3f}-{interval[1]:.3f})"

@@ -1,0 +1,390 @@
+"""The faults of `kvhold bench pd --faults` in action, and the requests of their clients.
+
+    rows = fault_rows(work, names, systems, say)
+
+Each fault has its own cache salt, so nothing is found that an earlier one has stored. A client that
+leaves, or whose proxy is killed, sends its request again afterwards.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvhold.core.errors import KVHoldError
+from kvhold_lab.bench.pd.faults import (
+    KVHOLD,
+    USUAL,
+    PdAnswer,
+    PdConditions,
+    PdFault,
+    PdFaultRow,
+    PdProtocol,
+    by_conditions,
+    judge,
+)
+from kvhold_lab.bench.pd.pair import AT_ONCE, START_S, PdPair, Role, alone, wait_until
+from kvhold_lab.bench.pd.requests import PdRequest, ask_alone, post, send, send_prefill
+from kvhold_lab.engines.models import ModelInfo
+from kvhold_lab.servers.proxy import ProxyProcess
+
+_PREFILLED_WITHIN_S = 30.0
+_SEEN_WITHIN_S = 60.0
+_LEAVE_S = 1.0
+_PROXY = {
+    "KVHOLD_PROXY_MIN_PREFILL_TOKENS": "128",
+    "KVHOLD_PROXY_PREFILL_TIMEOUT_S": "5",
+    "KVHOLD_PROXY_QUEUE_TIMEOUT_S": "2",
+    "KVHOLD_PROXY_PROBE_MAX_INTERVAL_S": "1",
+}
+_FOR_DECODER = {"do_remote_decode": True, "do_remote_prefill": False}
+_SAME_ID = "kvhold-bench-pd"
+
+
+@dataclass(frozen=True)
+class PdWork:
+    """num_requests: for each fault
+    deadline_s:   of one request, with all its waits
+    """
+
+    model: ModelInfo
+    num_requests: int
+    threads: int
+    deadline_s: float
+    seed: int
+
+
+class PdTrial:
+    """The requests of one fault."""
+
+    def __init__(
+        self, pair: PdPair, fault: PdFault, requests: Sequence[PdRequest], deadline_s: float
+    ) -> None:
+        self.pair = pair
+        self.fault = fault
+        self.requests = list(requests)
+        self.deadline_s = deadline_s
+        self.answers: list[PdAnswer] = []
+        self.notes: list[str] = []
+        self._senders = ThreadPoolExecutor(AT_ONCE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._senders.shutdown(cancel_futures=True)
+
+    @property
+    def halves(self) -> tuple[list[PdRequest], list[PdRequest]]:
+        middle = (len(self.requests) + 1) // 2
+        return self.requests[:middle], self.requests[middle:]
+
+    @contextmanager
+    def proxy(self, protocol: PdProtocol | None = None) -> Iterator[ProxyProcess]:
+        """protocol: None: that of the fault. Another connector speaks only its own."""
+        prefill, protocol = self.pair.url("prefill"), protocol or self.fault.protocol
+        if self.pair.system != KVHOLD:
+            protocol = "nixl"
+        if protocol == "p2p":
+            prefill += "?p2p=127.0.0.1:9"  # kvhold's engines do not use it
+        settings = _PROXY | {"KVHOLD_PROXY_PROTOCOL": protocol}
+        with ProxyProcess([prefill], [self.pair.url("decode")], **settings) as proxy:
+            yield proxy
+
+    def send(self, url: str, requests: Sequence[PdRequest]) -> list[Future[PdAnswer]]:
+        return [
+            self._senders.submit(send, url, request, self.salt(), deadline_s=self.deadline_s)
+            for request in requests
+        ]
+
+    def collect(self, sent: Sequence[Future[PdAnswer]], *, may_fail: bool = False) -> None:
+        self.answers += [replace(one.result(), may_fail=may_fail) for one in sent]
+
+    def send_legs(
+        self, requests: Sequence[PdRequest], salt: str, *, times: int = 1
+    ) -> list[list[dict[str, Any]]]:
+        """Send the prefill parts. Return the answers' parameters, `times` of them by request.
+
+        Raises EngineFailed.
+        """
+        leg = partial(send_prefill, self.pair.url("prefill"), salt=salt, timeout_s=self.deadline_s)
+        sent = [
+            [self._senders.submit(leg, request, params=_FOR_DECODER) for _ in range(times)]
+            for request in requests
+        ]
+        return [[one.result() for one in of_request] for of_request in sent]
+
+    def send_decode(
+        self, request: PdRequest, salt: str, params: dict[str, Any], request_id: str = ""
+    ) -> Future[PdAnswer]:
+        return self._senders.submit(
+            send,
+            self.pair.url("decode"),
+            request,
+            salt,
+            deadline_s=self.deadline_s,
+            params=params,
+            request_id=request_id,
+        )
+
+    def send_peer_leg(self, request: PdRequest, salt: str) -> Future[dict[str, Any]]:
+        return self._senders.submit(
+            send_prefill,
+            self.pair.url("prefill"),
+            request,
+            salt,
+            {"remote_decoder": {"kv_request_id": _SAME_ID}},
+            timeout_s=self.deadline_s,
+            request_id=_SAME_ID,
+        )
+
+    def await_prefill(self) -> None:
+        """Return while the prefill engine computes."""
+        if not self.pair.await_prefill():
+            self.notes.append("the prefill engine was not seen computing")
+
+    def await_prefilled(self, proxy: ProxyProcess, count: int) -> None:
+        done = 'kvhold_proxy_prefills_total{result="done"}'
+        if not wait_until(lambda: proxy.metrics().get(done, 0) >= count, _PREFILLED_WITHIN_S):
+            self.notes.append(f"fewer than {count} prompts were computed before the fault")
+
+    def await_usable(self, proxy: ProxyProcess, role: Role) -> None:
+        """Return when the proxy has noticed that the engine is back."""
+
+        def is_usable() -> bool:
+            return all(
+                value == 1
+                for name, value in proxy.metrics().items()
+                if name.startswith("kvhold_proxy_engine_usable{") and f'role="{role}"' in name
+            )
+
+        if not wait_until(is_usable, _SEEN_WITHIN_S):
+            self.notes.append(f"the proxy does not use the new {role} engine")
+
+    def salt(self, part: int = 0) -> str:
+        return f"{self.pair.system}, {self.fault.name}, {part}"
+
+
+def fault_rows(
+    work: PdWork, names: Sequence[str], systems: Sequence[str], say: Callable[[str], None]
+) -> Iterator[PdFaultRow]:
+    """Raises EngineFailed: engines do not start."""
+    with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as own:
+        folder = Path(own)
+        say(f"one engine alone answers {work.num_requests} requests ...")
+        with alone(work.model, folder, threads=work.threads).start(START_S) as server:
+            requests = ask_alone(server, work.model, work.num_requests, seed=work.seed)
+        for system in systems:
+            for conditions, faults in by_conditions(names, system):
+                how = "" if conditions == USUAL else f" with {_shown(conditions)}"
+                say(f"starting a prefill and a decode engine, {system}{how} ...")
+                with PdPair(work.model, folder, system, conditions, threads=work.threads) as pair:
+                    for fault in faults:
+                        pair.start_missing()
+                        yield try_fault(pair, fault, requests, work.deadline_s)
+
+
+def try_fault(
+    pair: PdPair, fault: PdFault, requests: Sequence[PdRequest], deadline_s: float
+) -> PdFaultRow:
+    """A step that fails counts as an error of each request without an answer."""
+    before, broken = pair.handed_tokens(), ""
+    with PdTrial(pair, fault, requests, deadline_s) as trial:
+        try:
+            TRIALS[fault.name](trial)
+        except (KVHoldError, OSError, RuntimeError) as error:
+            broken = f"{type(error).__name__}: {error}"
+            answered = {answer.number for answer in trial.answers}
+            trial.answers += [
+                PdAnswer(request.number, [], 0.0, broken)
+                for request in requests
+                if request.number not in answered
+            ] or [PdAnswer(requests[0].number, [], 0.0, broken)]
+    is_same = pair.is_running("decode") and not fault.name.startswith("decoder")
+    return judge(
+        fault.name,
+        pair.system,
+        trial.answers,
+        {request.number: request.expected for request in requests},
+        deadline_s=deadline_s,
+        held=pair.held_at_end(),
+        notes=trial.notes,
+        handed_tokens=pair.handed_tokens() - before if is_same else None,
+    )
+
+
+def _shown(conditions: PdConditions) -> str:
+    return "a tiny arena" if conditions.tiny_arena else "short leases"
+
+
+def _plain(trial: PdTrial) -> None:
+    with trial.proxy() as proxy:
+        trial.collect(trial.send(proxy.url, trial.requests))
+
+
+def _short_leases(trial: PdTrial) -> None:
+    protocols: tuple[PdProtocol, PdProtocol] = ("nixl", "p2p")
+    for protocol, requests in zip(protocols, trial.halves, strict=True):
+        with trial.proxy(protocol) as proxy:
+            trial.collect(trial.send(proxy.url, requests))
+
+
+def _producer_slow(trial: PdTrial) -> None:
+    with trial.proxy() as proxy, trial.pair.slowed("prefill"):
+        trial.collect(trial.send(proxy.url, trial.requests))
+
+
+def _producer_stopped(trial: PdTrial) -> None:
+    with trial.proxy() as proxy:
+        sent = trial.send(proxy.url, trial.requests)
+        trial.await_prefill()
+        with trial.pair.paused("prefill"):
+            trial.collect(sent)
+
+
+def _producer_killed(trial: PdTrial) -> None:
+    with trial.proxy() as proxy:
+        sent = trial.send(proxy.url, trial.requests)
+        trial.await_prefill()
+        trial.pair.kill("prefill")
+        trial.collect(sent)
+
+
+def _producer_restarted(trial: PdTrial) -> None:
+    first, second = trial.halves
+    with trial.proxy() as proxy:
+        sent = trial.send(proxy.url, first)
+        trial.await_prefill()
+        trial.pair.kill("prefill")
+        trial.collect(sent)
+        trial.pair.start_missing()
+        trial.await_usable(proxy, "prefill")
+        trial.collect(trial.send(proxy.url, second))
+
+
+def _decoder_killed(trial: PdTrial) -> None:
+    with trial.proxy() as proxy:
+        sent = trial.send(proxy.url, trial.requests)
+        trial.await_prefilled(proxy, 1)
+        trial.pair.kill("decode")
+        trial.collect(sent, may_fail=True)
+
+
+def _decoder_restarted(trial: PdTrial) -> None:
+    first, second = trial.halves
+    with trial.proxy() as proxy:
+        sent = trial.send(proxy.url, first)
+        trial.await_prefill()
+        trial.pair.kill("decode")
+        trial.collect(sent, may_fail=True)
+        trial.pair.start_missing()
+        trial.await_usable(proxy, "decode")
+        trial.collect(trial.send(proxy.url, second))
+
+
+def _node_killed(trial: PdTrial) -> None:
+    with trial.proxy() as proxy:
+        sent = trial.send(proxy.url, trial.requests)
+        trial.await_prefill()
+        trial.pair.kill_node()
+        trial.collect(sent)
+    trial.pair.await_node()
+
+
+def _proxy_killed(trial: PdTrial) -> None:
+    """The decode engine does not run until the proxy is gone."""
+    with trial.proxy() as proxy:
+        with trial.pair.paused("decode"):
+            lost = trial.send(proxy.url, trial.requests[:AT_ONCE])
+            trial.await_prefilled(proxy, len(lost))
+            proxy.kill()
+            wait(lost)
+        proxy.start()
+        trial.collect(trial.send(proxy.url, trial.requests))
+
+
+def _client_gone(trial: PdTrial) -> None:
+    """Some leave the proxy; of others, a proxy sends only the prefill part."""
+    first, second = trial.halves
+    with trial.proxy() as proxy:
+        with trial.pair.paused("decode"):
+            left = [
+                post(proxy.url, request.body(trial.salt()), timeout_s=_LEAVE_S)
+                for request in first[:AT_ONCE]
+            ]
+            trial.await_prefilled(proxy, len(left))
+            for connection in left:
+                connection.close()
+        trial.send_legs(second, trial.salt())
+        trial.collect(trial.send(proxy.url, trial.requests))
+
+
+def _duplicate_legs(trial: PdTrial) -> None:
+    requests, _ = trial.halves
+    handed = trial.send_legs(requests, trial.salt(), times=2)
+    trial.collect(
+        [
+            trial.send_decode(request, trial.salt(), params)
+            for request, both in zip(requests, handed, strict=True)
+            for params in both
+        ]
+    )
+
+
+def _stale_legs(trial: PdTrial) -> None:
+    """Parameters come again when nothing of the prompt is stored, and with another prompt."""
+    handed = [params for [params] in trial.send_legs(trial.requests, trial.salt())]
+    for part, params in enumerate((handed, handed, handed[1:] + handed[:1])):
+        trial.collect(
+            [
+                trial.send_decode(request, trial.salt(part), stale)
+                for request, stale in zip(trial.requests, params, strict=True)
+            ]
+        )
+
+
+def _same_id(trial: PdTrial) -> None:
+    """Two prompts are handed over at the same time, under one id."""
+    params = {
+        "remote_prefiller": {
+            "kv_request_id": _SAME_ID,
+            "remote_host": "127.0.0.1",
+            "remote_port": 9,
+        }
+    }
+    others = trial.requests[1:] + trial.requests[:1]
+    for request, other in zip(trial.requests, others, strict=True):
+        leg = trial.send_peer_leg(other, trial.salt())
+        sent = [trial.send_decode(request, trial.salt(), params, _SAME_ID)]
+        sent += [trial.send_decode(other, trial.salt(), params)]
+        leg.result()
+        trial.collect(sent)
+
+
+TRIALS: dict[str, Callable[[PdTrial], None]] = {
+    "none": _plain,
+    "proxy killed": _proxy_killed,
+    "client gone": _client_gone,
+    "duplicate legs": _duplicate_legs,
+    "stale legs": _stale_legs,
+    "same id": _same_id,
+    "node killed": _node_killed,
+    "producer slow": _producer_slow,
+    "producer stopped": _producer_stopped,
+    "producer restarted": _producer_restarted,
+    "producer killed": _producer_killed,
+    "decoder restarted": _decoder_restarted,
+    "decoder killed": _decoder_killed,
+    "producer evicting": _plain,
+    "short leases": _short_leases,
+}
