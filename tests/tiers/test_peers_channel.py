@@ -297,6 +297,7 @@ async def test_memory_that_may_still_be_written_is_not_let_go() -> None:
         outcome = await guard.get(list(values), two.parts(1))
         assert two.agents.num_begun == begun + 1
         assert outcome.items == [None] and outcome.pending is not None
+        await asyncio.wait((outcome.pending,), timeout=0.05)
         assert not outcome.pending.done()
         two.agents.may_end.set()
         await asyncio.wait((outcome.pending,))
