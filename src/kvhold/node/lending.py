@@ -25,7 +25,7 @@ class ChunkSource(Protocol):
         """Frames stay in place until the block ends. None: not here, or larger than its room."""
 
 
-class Leases:
+class PeerLeases:
     def __init__(
         self, source: ChunkSource, budget: ByteBudget, peer: ServedPeer, *, timeout_s: float
     ) -> None:

@@ -19,7 +19,7 @@ from kvhold.net.remote_memory import RemoteMemory, address_of
 from kvhold.net.stream import Stream
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.byte_budget import ByteBudget
-from kvhold.node.lending import ChunkSource, Leases
+from kvhold.node.lending import ChunkSource, PeerLeases
 from kvhold.node.login_server import LoginServer, ServedProtocol
 from kvhold.node.peer_feed import PeerFeed
 from kvhold.node.served_peers import ServedPeer, ServedPeers
@@ -111,7 +111,7 @@ class PeerServer(LoginServer):
         introduction = request if isinstance(request, p.Introduce) else None
         peer = self.peers.joined(stream.host, introduction)
         timeout_s = self._config.request_timeout_s
-        leases = Leases(self._source, self.budget, peer, timeout_s=timeout_s)
+        leases = PeerLeases(self._source, self.budget, peer, timeout_s=timeout_s)
         try:
             if introduction is not None:
                 request = await self._next_request(stream)
@@ -128,7 +128,7 @@ class PeerServer(LoginServer):
             return _request.decode(await stream.read(body_length(prefix)))
 
     async def _answer(
-        self, stream: Stream, request: p.Request, peer: ServedPeer, leases: Leases
+        self, stream: Stream, request: p.Request, peer: ServedPeer, leases: PeerLeases
     ) -> None:
         match request:
             case p.Follow():
@@ -225,7 +225,7 @@ class PeerServer(LoginServer):
         )
 
     async def _lend(
-        self, stream: Stream, request: p.PeerRead, peer: ServedPeer, leases: Leases
+        self, stream: Stream, request: p.PeerRead, peer: ServedPeer, leases: PeerLeases
     ) -> None:
         """Lend the first frames or all, so that one lease takes no more than its part."""
         memory, keys = self._lent_memory(), _keys_of(request)
