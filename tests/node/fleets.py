@@ -38,10 +38,16 @@ class Fleet:
         self.folder = folder
         self.nodes: list[RunningNode] = []
 
-    def start(self, name: str, *tiers: str, port: int | None = None, **more: Any) -> RunningNode:
+    def start(
+        self, name: str, *tiers: str, port: int | None = None, channel: str = "", **more: Any
+    ) -> RunningNode:
         """A node that serves peers on `port`, if given, over these tiers."""
         settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
-        listen = "" if port is None else f'[peers]\nlisten = "127.0.0.1:{port}"\n'
+        listen = "[peers]\n"
+        if port is not None:
+            listen += f'listen = "127.0.0.1:{port}"\n'
+        if channel:
+            listen += f'channel = "{channel}"\n'
         path = self.folder / f"{name}-{len(self.nodes)}.toml"
         path.write_text(f"tiers = {json.dumps(list(tiers))}\n{settings}{listen}")
         self.nodes.append(

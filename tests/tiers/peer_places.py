@@ -13,6 +13,7 @@ from kvhold.node.peer_server import PeerServer
 from kvhold.testing.tier import make_key
 from kvhold.tiers.base import Parts
 from kvhold.tiers.peers import PeersTier
+from kvhold.tiers.peers.channel import ChannelPlan
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.registry import make_tier
 
@@ -23,13 +24,20 @@ SPACE = make_key(0)[:16]
 class Place:
     """Values that a server lends, in the place of a node's chunks."""
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        plan: ChannelPlan | None = None,
+        **settings: Any,
+    ) -> None:
         self.values: dict[bytes, bytes] = {}
         self.numbers = ClearNumbers()
         self.feed = PeerFeed(lambda key, nbytes, num_tokens: nbytes)
         self.feed.follow_clears(self.numbers)
         self.settings = ServePeersConfig(listen=f"{host}:{port}", **settings)
-        self.server = PeerServer(self.settings, self, self.feed, Metrics())
+        self.server = PeerServer(self.settings, self, self.feed, Metrics(), plan)
         self.lent_now = self.most_lent = 0
         self.may_lend = asyncio.Event()
         self.may_lend.set()

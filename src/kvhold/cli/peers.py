@@ -45,10 +45,14 @@ def summary(status: NodeStatus) -> Iterator[str]:
         states = [peer["state"] for peer in followed["peers"] if peer["state"] not in _NOT_OTHERS]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         yield f"peers     {counts or 'none'}; {_index(tier)}"
+        yield from _channels(followed)
         yield from _list_fault(followed)
     if (served := status.get("served_peers")) is not None:
         reading = sum(peer["connections"] > 0 for peer in served["peers"])
-        yield f"serving   {reading} peers on {served['address']}, {served['chunks']} chunks"
+        yield (
+            f"serving   {reading} peers on {served['address']}, {served['chunks']} chunks, "
+            f"{_offered(served)}"
+        )
 
 
 def _tier_of_peers(status: NodeStatus) -> CacheTierStatus | None:
@@ -72,7 +76,7 @@ def _describe_followed(tier: CacheTierStatus) -> Iterator[str]:
     followed = tier["followed_peers"]
     yield (
         f"{'PEER':24} {'NAME':16} {'STATE':20} {'FOR':>7} {'CHUNKS':>9} {'EVENTS/S':>9} "
-        f"{'LOADED':>10} {'LOADS/S':>8} {'LAST':>9} {'MEDIAN':>9}"
+        f"{'LOADED':>10} {'LOADS/S':>8} {'LAST':>9} {'MEDIAN':>9}  CHANNEL"
     )
     for peer in followed["peers"]:
         state = peer["state"] + (f": {peer['cause']}" if peer["cause"] else "")
@@ -80,9 +84,10 @@ def _describe_followed(tier: CacheTierStatus) -> Iterator[str]:
             f"{peer['address']:24} {peer['name']:16.16} {state:20} {_ago(peer['state_s']):>7} "
             f"{peer['chunks']:9} {peer['events_per_s']:9.1f} "
             f"{format_size(peer['loaded_bytes']):>10} {peer['loads_per_s']:8.2f} "
-            f"{_ms(peer['last_load_s']):>9} {_ms(peer['median_load_s']):>9}"
+            f"{_ms(peer['last_load_s']):>9} {_ms(peer['median_load_s']):>9}  {peer['channel']}"
         )
     yield _index(tier)
+    yield from _channels(followed)
     if followed["directory"]:
         age_s = followed["list_age_s"]
         read = "not read yet" if age_s is None else f"read {_ago(age_s)} ago"
@@ -101,7 +106,7 @@ def _describe_followed(tier: CacheTierStatus) -> Iterator[str]:
 def _describe_served(served: ServedPeersStatus) -> Iterator[str]:
     yield (
         f"serving on {served['address']}: {served['chunks']} chunks, "
-        f"{format_size(served['in_flight_bytes'])} in flight"
+        f"{format_size(served['in_flight_bytes'])} in flight, {_offered(served)}"
     )
     if served["peers"]:
         yield (
@@ -130,6 +135,24 @@ def _served_state(peer: ServedPeerStatus) -> str:
 def _index(tier: CacheTierStatus) -> str:
     index = format_size(tier["index_bytes"] or 0)
     return f"{tier['followed_peers']['chunks']} chunks in an index of {index}"
+
+
+def _channels(followed: FollowedPeersStatus) -> Iterator[str]:
+    """One line for NIXL, and one for each reason against it."""
+    peers = [peer for peer in followed["peers"] if peer["state"] == "following"]
+    if by_nixl := [peer for peer in peers if peer["channel"] == "nixl"]:
+        nbytes = format_size(sum(peer["nixl_bytes"] for peer in by_nixl))
+        yield f"channel   nixl for {len(by_nixl)} peers, {nbytes} loaded by it"
+    over_tcp = [peer for peer in peers if peer["channel"] != "nixl"]
+    for reason in dict.fromkeys(peer["channel_reason"] for peer in over_tcp):
+        names = [peer["address"] for peer in over_tcp if peer["channel_reason"] == reason]
+        yield f"channel   tcp for {', '.join(names)}: {reason}"
+
+
+def _offered(served: ServedPeersStatus) -> str:
+    if served["channel"] == "nixl":
+        return "by TCP and NIXL"
+    return f"by TCP ({served['channel_reason']})"
 
 
 def _list_fault(followed: FollowedPeersStatus) -> Iterator[str]:

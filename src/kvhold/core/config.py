@@ -169,7 +169,7 @@ class ListenConfig(LoginConfig):
 
 @dataclass(frozen=True)
 class ServePeersConfig(LoginConfig):
-    """A node that serves its chunks to the nodes of other hosts."""
+    """A node that serves its chunks to the nodes of other hosts, or reads theirs."""
 
     listen: str = setting(
         "",
@@ -181,6 +181,13 @@ class ServePeersConfig(LoginConfig):
         "",
         "HOST:PORT by which other nodes reach this one, as the tier peers-etcd:// registers it; "
         "empty: `peers.listen`",
+    )
+    channel: str = setting(
+        "tcp",
+        "how chunks in memory go to other nodes and come from them. auto: by NIXL where both nodes "
+        "allow it and a measurement finds it faster, but not with TLS; nixl: wherever both nodes "
+        "allow it; both fall back to TCP. NIXL does not encrypt, and its ports have no login",
+        choices=("tcp", "auto", "nixl"),
     )
     in_flight_bytes: int = size(
         256 << 20,

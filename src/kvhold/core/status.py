@@ -59,6 +59,9 @@ class FollowedPeerStatus(TypedDict):
     state:              following, paused, away, refused, connecting, itself or elsewhere
     cause:              why it is paused, away or refused, in one word; else empty
     by_bus:             its changes come over the bus now
+    channel:            how its chunks in memory come: tcp or nixl
+    channel_reason:     why not by NIXL; empty: they do
+    nixl_bytes:         bytes that came by NIXL
     state_s:            seconds in this state
     incarnation:        random number of its start; 0: not known
     version:            of kvhold; empty: not known
@@ -82,6 +85,9 @@ class FollowedPeerStatus(TypedDict):
     state: str
     cause: str
     by_bus: bool
+    channel: str
+    channel_reason: str
+    nixl_bytes: int
     state_s: float
     incarnation: int
     version: str
@@ -303,6 +309,8 @@ class ServedPeersStatus(TypedDict):
     """The service for other nodes.
 
     address:         where the node listens
+    channel:         nixl: the node offers it beside TCP; or tcp
+    channel_reason:  why it does not offer NIXL; empty: it does
     incarnation:     random number of this start of the node
     connections:     connections of other nodes
     chunks:          chunks that other nodes can find here
@@ -314,6 +322,8 @@ class ServedPeersStatus(TypedDict):
     """
 
     address: str
+    channel: str
+    channel_reason: str
     incarnation: int
     connections: int
     chunks: int

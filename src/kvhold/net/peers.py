@@ -5,6 +5,11 @@ carries gets, or one Follow.
 
 A **get** is answered by PeerValues, each followed by the values' bytes, in the order of the keys.
 
+A **read** is answered by one Lent. Of a value that is lent, only the first bytes follow; the rest
+stays in its place until the follower sends Returned, its connection ends, or the node's
+`peers.request_timeout_s` has passed. Meanwhile the follower reads it by the channel that it has
+opened (`remote_memory.py`).
+
 A **follow** is answered by a snapshot's pages, unless the node still has all events after the
 follower's number, and then events. A follower whose number is not `after` has missed changes and
 follows again. A node sends an empty PeerChanges after `BEAT_S` without an event.
@@ -44,6 +49,7 @@ class PeerBus(PeerMessage, frozen=True):
 class PeerWelcome(PeerMessage, frozen=True):
     """incarnation: random, at each start of the node
     bus:         None: the node publishes on no bus
+    channel:     "nixl": it lends its memory; empty: it does not
     """
 
     version: int
@@ -51,6 +57,7 @@ class PeerWelcome(PeerMessage, frozen=True):
     incarnation: int
     name: str = ""
     bus: PeerBus | None = None
+    channel: str = ""
 
 
 class Introduce(PeerMessage, frozen=True):
@@ -80,6 +87,67 @@ class PeerValues(PeerMessage, frozen=True):
     """Sizes of values whose bytes follow; None: not here, or larger than its room."""
 
     sizes: list[int | None]
+
+
+class OpenChannel(PeerMessage, frozen=True):
+    """Ask how to read the node's memory. -> ChannelOffer"""
+
+
+class ChannelOffer(PeerMessage, frozen=True):
+    """The memory that the node lends.
+
+    fault:    why it lends none now; then nothing else is set
+    number:   of the node's agent; Lent repeats it
+    metadata: of the agent
+    address, nbytes:              of the arena
+    sample_address, sample_bytes: of memory that never changes, for measurements
+    """
+
+    fault: str = ""
+    number: int = 0
+    metadata: bytes = b""
+    address: int = 0
+    nbytes: int = 0
+    sample_address: int = 0
+    sample_bytes: int = 0
+
+
+class GetSample(PeerMessage, frozen=True):
+    """Read the sample over this connection. -> PeerValues with one value"""
+
+
+class PeerRead(PeerMessage, frozen=True):
+    """Borrow frames. -> Lent, for the first keys or all
+
+    keys: KEY_BYTES each, joined
+    room: the most bytes for each frame
+    """
+
+    keys: bytes
+    room: list[int]
+
+
+class Lent(PeerMessage, frozen=True):
+    """Frames that stay in their places. Bytes that are not lent follow.
+
+    channel:      number of the agent
+    lease:        for Returned
+    sizes:        of the frames; None: not here, or larger than its room
+    lent:         the last bytes of each frame that are lent; 0: none, all of its bytes follow
+    addresses:    of the lent bytes
+    """
+
+    channel: int
+    lease: int
+    sizes: list[int | None]
+    lent: list[int]
+    addresses: list[int]
+
+
+class Returned(PeerMessage, frozen=True):
+    """End a lease. Without an answer."""
+
+    lease: int
 
 
 class Follow(PeerMessage, frozen=True):
@@ -135,5 +203,7 @@ class PeerChanges(PeerMessage, frozen=True, tag="Happened"):
 
 
 Greeting = Union[PeerWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union
-Request = Union[PeerGet, Follow, Introduce]  # noqa: UP007
+Request = Union[  # noqa: UP007
+    PeerGet, Follow, Introduce, OpenChannel, GetSample, PeerRead, Returned
+]
 News = Union[Page, PeerChanges]  # noqa: UP007

@@ -33,7 +33,7 @@ _KEPT = {
     r"AWS_\w+|GOOGLE_\w+|AZURE_\w+": "credentials and addresses of object stores",
     r"(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy": "the way to object stores",
     r"SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE": "the certificates that TLS trusts",
-    r"MC_\w+|MOONCAKE_\w+|UCX_\w+|IBV_\w+": "the networks of Mooncake and InfiniStore",
+    r"MC_\w+|MOONCAKE_\w+|NIXL_\w+|UCX_\w+|IBV_\w+": "the networks of Mooncake, InfiniStore, NIXL",
     r"KUBERNETES_SERVICE_(HOST|PORT)": "credentials of a pod's service account",
     r"COVERAGE_\w+": "coverage in child processes",
 }

@@ -1,14 +1,13 @@
 """Serves this node's chunks and changes to its followers, read-only.
 
-The bytes in flight are limited, in total and per peer (`byte_budget.py`). One event loop, in
+With `peers.channel`, it also lends chunks in the arena, which followers read from there. The bytes
+in flight are limited, in total and per peer (`byte_budget.py`). One event loop, in
 `peer_thread.py`.
 """
 
 import asyncio
 import socket
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 from kvhold import __version__
 from kvhold.core.config import ServePeersConfig
@@ -16,35 +15,38 @@ from kvhold.core.errors import ProtocolError
 from kvhold.core.metrics import Metrics
 from kvhold.net import peers as p
 from kvhold.net.central import split_keys
+from kvhold.net.remote_memory import RemoteMemory, address_of
 from kvhold.net.stream import Stream
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.byte_budget import ByteBudget
+from kvhold.node.lending import ChunkSource, PeerLeases
 from kvhold.node.login_server import LoginServer, ServedProtocol
 from kvhold.node.peer_feed import PeerFeed
 from kvhold.node.served_peers import ServedPeer, ServedPeers
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.peers.bus import clock_ms
+from kvhold.tiers.peers.channel import NIXL, NOT_WITH_TLS, TCP, ChannelPlan
 
 _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
 _GROUP_BYTES = 8 << 20  # pinned at once for one get
+_LENT_GROUP_BYTES = 64 << 20  # by one lease
 _GROUP_KEYS = 128  # per turn of the node's loop
 _request: Decoder[p.Request] = Decoder(p.Request)
-
-
-class ChunkSource(Protocol):
-    def lent(
-        self, keys: Sequence[bytes], room: Sequence[int]
-    ) -> AbstractAsyncContextManager[list[Parts | None]]:
-        """Frames stay in place until the block ends. None: not here, or larger than its room."""
 
 
 class PeerServer(LoginServer):
     address_setting = "listen"
 
     def __init__(
-        self, config: ServePeersConfig, source: ChunkSource, feed: PeerFeed, metrics: Metrics
+        self,
+        config: ServePeersConfig,
+        source: ChunkSource,
+        feed: PeerFeed,
+        metrics: Metrics,
+        plan: ChannelPlan | None = None,
     ) -> None:
         """metrics: of the server's thread
+        plan:    None: chunks are sent over TCP
 
         Raises ConfigError: an address that may not be exposed, or unusable credentials.
         """
@@ -53,6 +55,10 @@ class PeerServer(LoginServer):
         self._source = source
         self._feed = feed
         self.metrics = metrics
+        plan = plan or ChannelPlan()
+        is_refused = bool(config.tls_cert) and plan.is_measured
+        self._memory = None if plan.reason or is_refused else plan.memory
+        self._why_not_lent = plan.reason or (NOT_WITH_TLS if is_refused else "")
         self.peers = ServedPeers(metrics)
         self.budget = ByteBudget(max(1, config.in_flight_bytes))
         self._accepting: asyncio.Task[None] | None = None
@@ -88,7 +94,14 @@ class PeerServer(LoginServer):
             self._feed.incarnation,
             socket.gethostname(),
             p.PeerBus(key, clock_ms()) if key else None,
+            "" if self._memory is None else NIXL,
         )
+
+    @property
+    def channel(self) -> tuple[str, str]:
+        """What is offered, and why it is not NIXL."""
+        reason = self._why_not_lent if self._memory is None else self._memory.fault
+        return (TCP if reason else NIXL), reason
 
     def _note_refused(self, host: str, reason: str) -> None:
         self.peers.refused(host, reason)
@@ -97,13 +110,16 @@ class PeerServer(LoginServer):
         request = await self._next_request(stream)
         introduction = request if isinstance(request, p.Introduce) else None
         peer = self.peers.joined(stream.host, introduction)
+        timeout_s = self._config.request_timeout_s
+        leases = PeerLeases(self._source, self.budget, peer, timeout_s=timeout_s)
         try:
             if introduction is not None:
                 request = await self._next_request(stream)
             while True:
-                await self._answer(stream, request, peer)
+                await self._answer(stream, request, peer, leases)
                 request = await self._next_request(stream)
         finally:
+            await leases.end()
             self.peers.left(peer)
 
     async def _next_request(self, stream: Stream) -> p.Request:
@@ -111,7 +127,9 @@ class PeerServer(LoginServer):
         async with asyncio.timeout(self._config.request_timeout_s):
             return _request.decode(await stream.read(body_length(prefix)))
 
-    async def _answer(self, stream: Stream, request: p.Request, peer: ServedPeer) -> None:
+    async def _answer(
+        self, stream: Stream, request: p.Request, peer: ServedPeer, leases: PeerLeases
+    ) -> None:
         match request:
             case p.Follow():
                 peer.following += 1
@@ -121,6 +139,15 @@ class PeerServer(LoginServer):
                     peer.following -= 1
             case p.PeerGet():
                 await self._get(stream, request, peer)
+            case p.OpenChannel():
+                await self._send(stream, [encode(self._offer())])
+            case p.GetSample():
+                sample = self._lent_memory().sample
+                await self._send(stream, [encode(p.PeerValues([sample.nbytes])), sample])
+            case p.PeerRead():
+                await self._lend(stream, request, peer, leases)
+            case p.Returned():
+                leases.returned(request.lease)
             case p.Introduce():
                 raise ProtocolError("a peer introduces itself twice, or too late")
 
@@ -138,17 +165,9 @@ class PeerServer(LoginServer):
             await self._feed.wait(number)
 
     async def _get(self, stream: Stream, request: p.PeerGet, peer: ServedPeer) -> None:
-        keys, room, starts = split_keys(request.keys), request.room, request.starts
-        if (
-            not 0 < len(keys) <= p.MOST_KEYS
-            or len(room) != len(keys)
-            or (starts is not None and len(starts) != len(keys))
-            or min(starts or [0]) < 0
-        ):
-            raise ProtocolError(
-                f"a get of {len(keys)} keys with {len(room)} sizes; 1 to {p.MOST_KEYS} keys are "
-                "allowed, each with a size, and ranges begin at 0 or later"
-            )
+        keys, room, starts = _keys_of(request), request.room, request.starts
+        if starts is not None and (len(starts) != len(keys) or min(starts) < 0):
+            raise ProtocolError("each range has a start, which is 0 or later")
         # a range needs its whole frame
         most = room if starts is None else [self._feed.size_of(key) for key in keys]
         begin = 0
@@ -186,9 +205,60 @@ class PeerServer(LoginServer):
             peer.sent(len(found), sum(found), absent=len(sizes) - len(found))
             await self._send(stream, [encode(p.PeerValues(sizes)), *pieces])
 
+    def _lent_memory(self) -> RemoteMemory:
+        if self._memory is None:
+            raise ProtocolError("this node lends no memory (its peers.channel)")
+        return self._memory
+
+    def _offer(self) -> p.ChannelOffer:
+        memory = self._memory
+        if memory is None or memory.fault:
+            return p.ChannelOffer(self.channel[1])
+        return p.ChannelOffer(
+            "",
+            memory.number,
+            memory.metadata,
+            memory.region.address,
+            memory.region.nbytes,
+            address_of(memory.sample),
+            memory.sample.nbytes,
+        )
+
+    async def _lend(
+        self, stream: Stream, request: p.PeerRead, peer: ServedPeer, leases: PeerLeases
+    ) -> None:
+        """Lend the first frames or all, so that one lease takes no more than its part."""
+        memory, keys = self._lent_memory(), _keys_of(request)
+        end = _group_end(request.room, 0, min(_LENT_GROUP_BYTES, self.budget.limit))
+        lease, frames = await leases.lend(keys[:end], request.room[:end])
+        sizes: list[int | None] = []
+        lent, addresses, pieces = [0] * end, [0] * end, list[memoryview]()
+        for at, frame in enumerate(frames):
+            sizes.append(None if frame is None else size_of(frame))
+            parts = list(frame or ())
+            if len(parts) == 2 and parts[1].nbytes:
+                address = address_of(parts[1])
+                if memory.region.has(address, parts[1].nbytes):
+                    lent[at], addresses[at] = parts.pop().nbytes, address
+            pieces += parts
+        found = [size for size in sizes if size is not None]
+        peer.sent(len(found), sum(found), absent=len(sizes) - len(found))
+        answer = p.Lent(memory.number, lease, sizes, lent, addresses)
+        await self._send(stream, [encode(answer), *pieces])
+
     async def _send(self, stream: Stream, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
         async with asyncio.timeout(self._config.request_timeout_s):
             await stream.send(pieces)
+
+
+def _keys_of(request: p.PeerGet | p.PeerRead) -> list[bytes]:
+    keys = split_keys(request.keys)
+    if not 0 < len(keys) <= p.MOST_KEYS or len(request.room) != len(keys):
+        raise ProtocolError(
+            f"a get of {len(keys)} keys with {len(request.room)} sizes; 1 to {p.MOST_KEYS} keys "
+            "are allowed, each with a size"
+        )
+    return keys
 
 
 def _group_end(most: Sequence[int], begin: int, limit_bytes: int) -> int:

@@ -14,6 +14,7 @@ from kvhold.node.peer_feed import PeerFeed
 from kvhold.node.peer_publisher import PeerPublisher
 from kvhold.node.peer_server import PeerServer
 from kvhold.tiers.peers import PeersTier
+from kvhold.tiers.peers.channel import ChannelPlan
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import Own, parse_address
 from kvhold.tiers.ram import ADMITTED, Entry
@@ -26,8 +27,11 @@ class PeerThread:
         state: CacheState,
         post: Callable[[Callable[[], None]], None],
         loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        plan: ChannelPlan | None = None,
     ) -> None:
         """loop: to run in, without a thread; the caller awaits `end`, not `close`
+        plan: None: chunks are sent over TCP
 
         Raises ConfigError.
         """
@@ -41,7 +45,7 @@ class PeerThread:
         self._tier: PeersTier | None = None
         self._publisher: PeerPublisher | None = None
         self._metrics = Metrics()
-        self._server = PeerServer(config, source, self.feed, self._metrics)
+        self._server = PeerServer(config, source, self.feed, self._metrics, plan)
         self._loop = loop or asyncio.new_event_loop()
         self._loop.call_soon(self.feed.start)
         self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
@@ -97,8 +101,11 @@ class PeerThread:
         await self._server.stop()
 
     def status(self) -> ServedPeersStatus:
+        channel, channel_reason = self._server.channel
         return {
             "address": self.address,
+            "channel": channel,
+            "channel_reason": channel_reason,
             "incarnation": self.feed.incarnation,
             "connections": self._server.num_served,
             "chunks": len(self.feed),

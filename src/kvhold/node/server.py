@@ -32,6 +32,8 @@ from kvhold.memory.host import resident_bytes
 from kvhold.memory.placement import format_list, interleave, memory_nodes, parse_list
 from kvhold.memory.slab import zone_bytes
 from kvhold.net import messages as m
+from kvhold.net.remote_memory import RemoteMemory
+from kvhold.node.channel import plan_channel
 from kvhold.node.connection import ClientConnection
 from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.listener import Listener
@@ -57,6 +59,7 @@ _MOST_READ_BYTES = 256 << 10
 class Node:
     _tier_worker: TierWorker | None = None
     _peers: PeerThread | None = None
+    _remote_memory: RemoteMemory | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
         """idle_exit_s: end after this time without clients
@@ -75,8 +78,10 @@ class Node:
         self.state.turn_s = TURN_S
         with on_error(self.arena.close, self._lock.close):
             _place_arena(self.arena, config.node.numa)
+            plan = plan_channel(config, self.arena)
+            self._remote_memory = plan.memory
             if config.peers.listen:
-                self._peers = PeerThread(config.peers, self.state, self._post)
+                self._peers = PeerThread(config.peers, self.state, self._post, plan=plan)
             with on_error(self._drop_peers):
                 self._tier_worker = make_tier_worker(
                     config,
@@ -84,6 +89,7 @@ class Node:
                     self._post,
                     clears_path(self.path) if config.tiers else None,
                     None if self._peers is None else self._peers.feed.note_on_disk,
+                    plan,
                 )
         if self._peers is not None:
             self._announce_clears(self._peers.use(self._tier_worker))
@@ -148,6 +154,8 @@ class Node:
             self._scrubber.stop()
             if self._tier_worker is not None:
                 await loop.run_in_executor(None, self._end_tier_worker)
+            if self._remote_memory is not None:
+                await loop.run_in_executor(None, self._remote_memory.close)
             self.arena.close()
             self._lock.close()
 
@@ -174,10 +182,12 @@ class Node:
         try:
             self._toucher.start()
             self._scrubber.start()
+            if self._remote_memory is not None:
+                self._remote_memory.start()
         except RuntimeError as error:
             log.error(
                 "the host has no more threads for this node (%s): the node does not touch "
-                "pages ahead, or does not check idle chunks",
+                "pages ahead, does not check idle chunks, or does not use NIXL",
                 error,
             )
         finally:

@@ -260,6 +260,7 @@ def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> 
 @json_option()
 def peers(rounds: int, chunks: int, json_file: Path | None) -> None:
     """Nodes that serve each other on this machine: reads, lookups, index, events."""
+    from kvhold.net.nixl_agent import MISSING, is_installed
     from kvhold_lab.bench.peers import PeersRow, PeersSizes, rows
 
     click.echo(f"{machine_and_load()}, {os.cpu_count()} cores\n")
@@ -271,6 +272,8 @@ def peers(rounds: int, chunks: int, json_file: Path | None) -> None:
             f"ratio {row.ratio:.3f} (goal: {row.goal})"
         )
         write_rows(json_file, measured)
+    if not is_installed():
+        click.echo(f"there is no row for NIXL: {MISSING}")
 
 
 command.add_command(compare, "compare")

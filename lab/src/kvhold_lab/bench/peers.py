@@ -18,10 +18,13 @@ import numpy as np
 
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.core.status import FollowedPeerStatus, check_status
 from kvhold.memory.slab import SLAB_BYTES, size_class
+from kvhold.net.nixl_agent import is_installed
 from kvhold.node import NodeClient
 from kvhold.tiers.registry import make_tier
 from kvhold_lab.bench.limits import RawSocket
+from kvhold_lab.bench.raw_nixl import RawNixl
 from kvhold_lab.bench.rows import in_turn
 from kvhold_lab.bench.servers import RunningPeer, running_peer
 from kvhold_lab.bench.throttle import Throttle
@@ -75,6 +78,8 @@ class PeersSizes:
 def rows(sizes: PeersSizes) -> Iterator[PeersRow]:
     yield _get_row(sizes)
     yield _get_row(sizes, gbit_s=sizes.link_gbit_s)
+    if is_installed():
+        yield _nixl_row(sizes)
     yield from _index_rows(sizes)
     yield _event_row(sizes)
     yield _serving_row(sizes)
@@ -100,18 +105,8 @@ def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
             link = Throttle(("127.0.0.1", port), bytes_per_s=gbit_s * 1e9 / 8)
             return stack.enter_context(link).port
 
-        first = stack.enter_context(running_peer(ram_bytes=ram_bytes))
-        port = way(int(first.address.rpartition(":")[2]))
-        url = _following(replace(first, address=f"127.0.0.1:{port}"))
-        second = stack.enter_context(running_peer(url, ram_bytes=ram_bytes))
-        prompts = [_prompt(space, GET_CHUNKS, seed) for seed in range(sizes.rounds + 1)]
-        for node in (first, second):
-            node.client.register(space)
-            _until(partial(_is_touched, node.client))
-        for prompt in prompts:
-            _store(first.client, space, prompt.chunks(), os.urandom(nbytes))
-        _wait_for_followers([first], second.client)
-        left = iter(prompts)
+        first, second = _two_nodes(stack, ram_bytes, way)
+        left = iter(_stored_prompts(first, second, space, sizes.rounds + 1))
         into = [memoryview(bytearray(nbytes)) for _ in range(GET_CHUNKS)]
         bare = stack.enter_context(RawSocket(into, receive=False, way=way))
         seconds = in_turn(
@@ -129,6 +124,67 @@ def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
         GET_CHUNKS * nbytes / seconds["TCP"] / 1e9,
         "at least 0.9",
     )
+
+
+def _nixl_row(sizes: PeersSizes) -> PeersRow:
+    """The same lookup, with chunks from arena to arena."""
+    space = _large(sizes.layers)
+    nbytes = _chunk_bytes(space)
+    ram_bytes = (sizes.rounds + 2) * GET_CHUNKS * size_class(nbytes) + 4 * SLAB_BYTES
+    with ExitStack() as stack:
+        first, second = _two_nodes(stack, ram_bytes, channel="nixl")
+        prompts = _stored_prompts(first, second, space, sizes.rounds + 1)
+        _until(lambda: _followed(second.client)["channel"] == "nixl")
+        left = iter(prompts)
+        into = [memoryview(bytearray(nbytes)) for _ in range(GET_CHUNKS)]
+        bare = stack.enter_context(RawNixl(into))
+        seconds = in_turn(
+            {"get": lambda: _find(second.client, next(left)), "NIXL": bare.read},
+            rounds=sizes.rounds,
+        )
+        came = _followed(second.client)["nixl_bytes"]
+        assert came == len(prompts) * GET_CHUNKS * nbytes, f"only {came} bytes came by NIXL"
+    return _row(
+        f"get of {GET_CHUNKS} chunks of {nbytes >> 10:,} KiB from a peer by NIXL; limit: NIXL "
+        "alone, in one read",
+        GET_CHUNKS * nbytes / seconds["get"] / 1e9,
+        "GB/s",
+        GET_CHUNKS * nbytes / seconds["NIXL"] / 1e9,
+        "at least 0.9",
+    )
+
+
+def _two_nodes(
+    stack: ExitStack,
+    ram_bytes: int,
+    way: Callable[[int], int] = lambda port: port,
+    channel: str = "tcp",
+) -> tuple[RunningPeer, RunningPeer]:
+    """The second one follows the first one."""
+    first = stack.enter_context(running_peer(ram_bytes=ram_bytes, channel=channel))
+    port = way(int(first.address.rpartition(":")[2]))
+    url = _following(replace(first, address=f"127.0.0.1:{port}"))
+    return first, stack.enter_context(running_peer(url, ram_bytes=ram_bytes, channel=channel))
+
+
+def _stored_prompts(
+    first: RunningPeer, second: RunningPeer, space: Namespace, count: int
+) -> list[Prompt]:
+    """Prompts of chunks of the first node, of which the second one knows."""
+    prompts = [_prompt(space, GET_CHUNKS, seed) for seed in range(count)]
+    for node in (first, second):
+        node.client.register(space)
+        _until(partial(_is_touched, node.client))
+    for prompt in prompts:
+        _store(first.client, space, prompt.chunks(), os.urandom(_chunk_bytes(space)))
+    _wait_for_followers([first], second.client)
+    return prompts
+
+
+def _followed(client: NodeClient) -> FollowedPeerStatus:
+    [tier] = check_status(client.status())["tiers"]
+    [peer] = tier["followed_peers"]["peers"]
+    return peer
 
 
 def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:

@@ -45,10 +45,15 @@ class RunningPeer:
 
 
 @contextmanager
-def running_peer(*tiers: str, ram_bytes: int = 64 << 20) -> Iterator[RunningPeer]:
+def running_peer(
+    *tiers: str, ram_bytes: int = 64 << 20, channel: str = "tcp"
+) -> Iterator[RunningPeer]:
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         path, settings = Path(folder) / "node.sock", Path(folder) / "kvhold.toml"
-        settings.write_text(f'tiers = {json.dumps(tiers)}\n[peers]\nlisten = "127.0.0.1:0"\n')
+        settings.write_text(
+            f"tiers = {json.dumps(tiers)}\n"
+            f'[peers]\nlisten = "127.0.0.1:0"\nchannel = {json.dumps(channel)}\n'
+        )
         patient = ClientConfig(call_timeout_s=_PATIENCE_S, arrival_timeout_s=_PATIENCE_S)
         with (
             serving(

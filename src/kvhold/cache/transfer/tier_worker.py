@@ -54,6 +54,7 @@ from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.outcomes import Unknown
 from kvhold.tiers.peers import PeersTier
+from kvhold.tiers.peers.channel import ChannelPlan
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import Stack, learning_tiers, make_stack
@@ -419,8 +420,9 @@ def make_tier_worker(
     post: Callable[[Callable[[], None]], None],
     clears_file: Path | None = None,
     tell_disks: Callable[[bytes, int], None] | None = None,
+    plan: ChannelPlan | None = None,
 ) -> TierWorker | None:
-    """Return None without tiers. Raises ConfigError."""
+    """Return None without tiers. plan: of a tier of peers. Raises ConfigError."""
     if not config.tiers:
         return None
     metrics = Metrics()
@@ -429,10 +431,12 @@ def make_tier_worker(
         _check_coding(guard, config)
     if sum(isinstance(guard.tier, PeersTier) for guard in stack.guards) > 1:
         raise ConfigError("tiers: name all peers in one tier: peers://host-a:7711,host-b:7711")
-    if config.peers.listen:
-        for guard in stack.guards:
-            if isinstance(guard.tier, PeersTier):
+    for guard in stack.guards:
+        if isinstance(guard.tier, PeersTier):
+            if config.peers.listen:
                 guard.tier.check_serving(config.peers)
+            if plan is not None:
+                guard.tier.use_channel(plan)
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     _teach(stack, state, config.policy)

@@ -18,6 +18,7 @@ from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import read_body
 from kvhold.tiers.peers.bus import SILENT_S, Inbox, Inboxes
+from kvhold.tiers.peers.channel import NIXL
 from kvhold.tiers.peers.clear_numbers import ClearNumbers, keep
 from kvhold.tiers.peers.faults import PeerFault
 from kvhold.tiers.peers.index import PeerIndex, unpack
@@ -125,6 +126,7 @@ class Follower:
                 await self._forget(welcome.incarnation)
             peer.kvhold = login.quoted(welcome.kvhold, _MOST_VERSION)
             peer.name = login.quoted(welcome.name, _MOST_NAME)
+            peer.offers_nixl = welcome.channel == NIXL
             self._use_inbox(welcome, asked_ms)
             if self._bus_continues():
                 return self._inbox

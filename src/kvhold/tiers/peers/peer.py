@@ -21,6 +21,7 @@ from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import Getting, batched, read_body
+from kvhold.tiers.peers.channel import ChannelPlan, PeerChannel
 from kvhold.tiers.peers.faults import (
     PeerDenied,
     PeerFault,
@@ -49,6 +50,7 @@ class Peer:
     is_elsewhere: the same node is followed at another of its addresses
     away_for:     why it is not followed; None: it is, or was not tried yet
     tried:        set when it is followed, or cannot be
+    offers_nixl:  it lends its memory
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Peer:
         connect: Connect,
         introduction: Callable[[], p.Introduce],
         metrics: Metrics,
+        plan: ChannelPlan | None = None,
     ) -> None:
         self.number = number
         self.address = address
@@ -80,6 +83,8 @@ class Peer:
         self.asked_bytes = 0
         self._token, self._tls, self._connect = token, tls, connect
         self._pool = Pool(self._open, connections)
+        self.channel = PeerChannel(plan or ChannelPlan(), str(address), self._pool)
+        self.offers_nixl = False
         self._breaker = Breaker(failures=1, first_pause_s=pause_s)
         self._introduction = introduction
         self.kvhold = self.name = ""
@@ -129,6 +134,9 @@ class Peer:
             "state": state,
             "cause": "" if fault is None else fault.cause,
             "by_bus": self.is_by_bus,
+            "channel": self.channel.kind,
+            "channel_reason": self.channel.reason,
+            "nixl_bytes": self.channel.nixl_bytes,
             "state_s": round(max(0.0, now_s - since_s), 3),
             "incarnation": self.incarnation,
             "version": self.kvhold,
@@ -164,20 +172,29 @@ class Peer:
         is_refused = isinstance(fault, (PeerRefuses, PeerDenied))
         return "refused" if is_refused else "away", fault, self.state_at_s
 
-    async def fetch(self, items: Sequence[Getting], *, timeout_s: float) -> PeerFault | None:
-        """Sizes of missing values stay None. Returns the fault of unanswered ones."""
-        batches = [_GetBatch(batch) for batch in batched(items, _MOST_KEYS)]
-        nbytes = sum(batch.value_bytes for batch in batches)
+    async def fetch(self, items: Sequence[Getting], *, deadline_s: float) -> PeerFault | None:
+        """Sizes of missing values stay None. Returns the fault of unanswered ones.
+
+        Memory that NIXL may still write is waited for, past the deadline, too.
+        """
+        nbytes = sum(item.nbytes for item in items)
         self.asked_bytes += nbytes
+        try:
+            return await self._fetch(items, deadline_s)
+        finally:
+            self.asked_bytes -= nbytes
+
+    async def _fetch(self, items: Sequence[Getting], deadline_s: float) -> PeerFault | None:
         began_s = now()
+        left = await self.channel.read(items, timeout_s=deadline_s)
+        batches = [_GetBatch(batch) for batch in batched(left, _MOST_KEYS)]
+        timeout_s = deadline_s - (now() - began_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await run(self._pool, batches, fault=lambda error: self.fault_of("get", error))
         except TimeoutError:
-            text = f"no answer within {timeout_s:g} s"
+            text = f"no answer within {deadline_s:g} s"
             return self._failed(PeerSlow("get", self.address, "slow", text), items)
-        finally:
-            self.asked_bytes -= nbytes
         if (fault := next((batch.fault for batch in batches if batch.fault), None)) is not None:
             return self._failed(self.fault_of("get", fault), items)
         self._breaker.succeeded()
@@ -207,6 +224,7 @@ class Peer:
     def mended(self) -> None:
         self._pool.close_idle()
         self._breaker.succeeded()
+        self.channel.follow(self.incarnation, is_offered=self.offers_nixl)
 
     def _failed(self, fault: PeerFault, items: Sequence[Getting]) -> PeerFault:
         self._pool.close_idle()
@@ -222,6 +240,9 @@ class Peer:
     def close(self) -> None:
         self._pool.close()
         self.record.close()
+
+    async def end_channel(self) -> None:
+        await self.channel.end()
 
     async def _open(self) -> Stream:
         stream, welcome = await self.open_to_follow()

@@ -145,6 +145,7 @@ class Roster:
         if tasks:
             await asyncio.wait(tasks)
         for peer in self._peers.values():
+            await peer.end_channel()
             peer.close()
         if self._directory is not None:
             try:
@@ -254,6 +255,7 @@ class Roster:
         for _ in self._index.forget(peer.number):
             await next_turn()
         del self._peers[peer.number]
+        await peer.end_channel()
         peer.close()
 
     def _add(self, address: Address) -> Peer:

@@ -30,6 +30,7 @@ from kvhold.tiers.base import Origin, Parts, TierTraits, check_lengths
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import Getting, gettings
 from kvhold.tiers.peers.bus import Bus, BusConfig, Inboxes, end_task
+from kvhold.tiers.peers.channel import NOT_WITH_TLS, ChannelPlan
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import Directory, DirectoryConfig, Own
 from kvhold.tiers.peers.faults import TIER
@@ -131,6 +132,7 @@ class PeersTier:
         self._bus = self.make_bus()
         self._inboxes = None if self._bus is None else Inboxes(self.metrics)
         self._reading: asyncio.Task[None] | None = None
+        self._plan = ChannelPlan()
         self._roster = Roster(
             self._index,
             make_peer=lambda number, address: Peer(
@@ -143,6 +145,7 @@ class PeersTier:
                 connect=connect,
                 introduction=self._introduction,
                 metrics=self.metrics,
+                plan=self._plan,
             ),
             make_follower=self._follower,
             forget_s=config.forget_s,
@@ -212,6 +215,14 @@ class PeersTier:
             raise ConfigError(f"peers: bus: {error}: pip install 'kvhold[nats]'") from error
         bus: Bus = module.NatsBus(self._config)
         return bus
+
+    def use_channel(self, plan: ChannelPlan) -> None:
+        """Set how chunks may come, before the tier is used."""
+        if self._config.tls and plan.memory is not None and plan.is_measured:
+            plan = ChannelPlan(reason=NOT_WITH_TLS)
+        self._plan = plan
+        for peer in self.peers:
+            peer.channel.use(plan)
 
     def check_serving(self, config: ServePeersConfig) -> None:
         """Raises ConfigError if the node of this tier could not be registered."""
@@ -318,6 +329,8 @@ class PeersTier:
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Forget chunks, such as damaged ones, until a peer adds them again."""
+        for peer in self.peers:
+            peer.channel.found_damaged(keys)
         for key in keys:
             for number in self._roster.numbers:
                 self._index.remove(digest_of(key), peer=number)
@@ -403,7 +416,7 @@ class PeersTier:
         arrived: dict[int, Origin],
     ) -> None:
         began_s = now()
-        fault = await peer.fetch(items, timeout_s=self._config.answer_timeout_s)
+        fault = await peer.fetch(items, deadline_s=self._config.answer_timeout_s)
         origin = Origin(str(peer.address), began_s, now())
         for item in items:
             if item.size is not None:
