@@ -397,7 +397,7 @@ class TestDisks:
         key = fleet.folder / "key"
         key.write_text("ab" * 32)
         key.chmod(0o600)
-        keys = {"encryption.keys": [f"=file:{key}"]}
+        keys: dict[str, Any] = {"encryption.keys": [f"=file:{key}"]}
         first = fleet.start("a", disk(fleet.folder, encrypt="true"), port=0, **keys)
         writer = joined(first)
         store(writer, a_prompt(SPACE, 100))
