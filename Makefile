@@ -5,9 +5,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 
 stage = @printf '\n=== %s ===\n' '$(1)'
+timed = @$(BIN)/python tools/stages.py run '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test checks parts lint docs kernels unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
+.PHONY: help setup servers demo test begin checks parts lint docs kernels unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -17,15 +18,20 @@ setup: ## make the environment in VENV (.venv), a CPU build of vLLM included; a 
 	@$(PYTHON) tools/setup_env.py --venv '$(VENV)'
 
 servers: setup ## the real servers that tests of tiers start (Redis, memcached): installed where it may, else named
-	@$(BIN)/python -m kvhold_lab.servers.programs
+	$(call timed,installing servers) $(BIN)/python -m kvhold_lab.servers.programs
 
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
 
 test: MEASURE = --measure
-test: checks parts vllm sglang ## everything that must hold: lint, types, docs, simulation, unit tests, tests with real servers, a real vLLM, SGLang's interfaces; coverage
+test: begin checks parts vllm sglang ## everything that must hold: lint, types, docs, simulation, unit tests, tests with real servers, a real vLLM, SGLang's interfaces; coverage
 	$(call stage,coverage without vLLM)
 	@$(BIN)/python tools/report_coverage.py parts sglang
+	$(call stage,seconds of the stages)
+	@$(BIN)/python tools/stages.py report
+
+begin:
+	@rm -f build/stages.tsv
 
 # The servers are installed meanwhile: that waits for the network and the disk.
 checks: setup
@@ -36,48 +42,48 @@ checks: setup
 
 parts: setup servers ## the tests without vLLM and SGLang: `unit` and `tiers` at once, because those of tiers mostly wait
 	$(call stage,pytest: units, real servers and long tests)
-	@$(BIN)/python tools/run_tests.py $(MEASURE) parts -m 'not vllm and not sglang' -n 4 --dist loadfile
+	$(call timed,parts) $(BIN)/python tools/run_tests.py $(MEASURE) parts -m 'not vllm and not sglang' -n 4 --dist loadfile
 
 lint: setup ## style, types, and who may import whom
 	$(call stage,ruff check)
-	@$(BIN)/ruff check .
+	$(call timed,ruff check) $(BIN)/ruff check .
 	$(call stage,ruff format)
-	@$(BIN)/ruff format --check .
+	$(call timed,ruff format) $(BIN)/ruff format --check .
 	$(call stage,mypy --strict)
-	@$(BIN)/mypy
+	$(call timed,mypy) $(BIN)/mypy
 	$(call stage,import-linter)
-	@COLUMNS=160 $(BIN)/lint-imports --no-logo
+	$(call timed,import-linter) env COLUMNS=160 $(BIN)/lint-imports --no-logo
 
 # Not with --quiet: that hides warnings from --strict, too.
 docs: setup ## build the documentation into site/
 	$(call stage,mkdocs)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(call timed,mkdocs) env NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 kernels: setup
 	$(call stage,kernels)
-	@$(BIN)/python tools/compile_kernels.py
+	$(call timed,kernels) $(BIN)/python tools/compile_kernels.py
 
 unit: kernels ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,pytest: units)
-	@$(BIN)/python tools/run_tests.py $(MEASURE) units -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
+	$(call timed,units) $(BIN)/python tools/run_tests.py $(MEASURE) units -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
 
 simulation: setup ## 2,000 histories of the whole in virtual time: does one break a rule?; a minute
 	$(call stage,simulation)
-	@$(BIN)/kvhold bench soak simulation --seeds 2000
+	$(call timed,simulation of 2000 seeds) $(BIN)/kvhold bench soak simulation --seeds 2000
 
 tiers: setup servers ## the tests with real servers, and the long ones; four at a time, because they wait more than they compute
 	$(call stage,pytest: real servers and long tests)
-	@$(BIN)/python tools/run_tests.py $(MEASURE) servers -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
+	$(call timed,servers) $(BIN)/python tools/run_tests.py $(MEASURE) servers -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
 
 vllm: setup servers ## the tests with a real vLLM: two at a time, since an engine starts on one core; then those that want both
 	$(call stage,pytest: with vLLM)
-	@$(BIN)/python tools/run_tests.py vllm -m 'vllm and not alone' -n 2 --dist loadfile
+	$(call timed,vllm) $(BIN)/python tools/run_tests.py vllm -m 'vllm and not alone' -n 2 --dist loadfile
 	$(call stage,pytest: with vLLM, one after the other)
-	@$(BIN)/python tools/run_tests.py 'vllm, alone' -m 'vllm and alone'
+	$(call timed,vllm alone) $(BIN)/python tools/run_tests.py 'vllm, alone' -m 'vllm and alone'
 
 sglang: setup ## the tests with a real SGLang's classes, on the CPU; its server needs a GPU
 	$(call stage,pytest: with SGLang)
-	@$(BIN)/python tools/run_tests.py $(MEASURE) sglang -m sglang tests/sglang
+	$(call timed,sglang) $(BIN)/python tools/run_tests.py $(MEASURE) sglang -m sglang tests/sglang
 
 coverage: setup ## the lines of a package that some tests miss: make coverage TESTS=tests/cache/test_state.py PART=cache
 	@$(BIN)/python tools/run_tests.py --measure part -q $(TESTS)
