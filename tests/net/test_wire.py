@@ -31,7 +31,7 @@ LAYOUT = Layout(
 )
 
 number = st.integers(-(2**63), 2**64 - 1)
-rows = st.lists(st.lists(st.integers(-1, 2**48), max_size=4), max_size=3)
+rows = st.lists(st.binary(max_size=32), max_size=3)
 requests = st.one_of(
     st.just(m.Register(LAYOUT)),
     st.builds(
