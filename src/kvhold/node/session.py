@@ -45,7 +45,7 @@ class _Snapshot:
                 self.more = False
                 break
             entries += part
-            if len(entries) >= MOST // 4:
+            if len(entries) >= MOST // 8:
                 break
         return entries
 
