@@ -78,7 +78,6 @@ def finish(turns: Turns[Result]) -> Result:
 
 
 def in_one_turn(call: Callable[Arguments, Turns[Result]]) -> Callable[Arguments, Result]:
-    """Return a call that does all steps at once."""
 
     @wraps(call)
     def finished(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -3,7 +3,7 @@
 Times are nanoseconds, and increase even if the clock was set back. No I/O.
 """
 
-_MOST_NAMESPACES = 4096  # a forgotten one was never cleared, which costs another clear
+_MOST_NAMESPACES = 4096  # forgetting one costs another clear
 
 
 class ClearTimes:

@@ -7,8 +7,7 @@
 
 An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
 withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
-counts as stored when memory has it for every shard and every group with full attention; the other
-groups' chunks are stored with it. No I/O.
+counts as stored when memory has it for every shard and every group with full attention. No I/O.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -37,8 +36,8 @@ class WaitEnd(StrEnum):
     come when promised. SLOWER: computing the rest here is faster. CUT_SHORT: the caller waits no
     more.
 
-    Of a handover, DEADLINE: it took too long. ANNOUNCED: the awaited announcement is there, or its
-    first chunk. NOT_ANNOUNCED: neither came
+    Of a handover, DEADLINE: it took too long. ANNOUNCED, NOT_ANNOUNCED: the awaited announcement or
+    its first chunk came, or neither
     """
 
     STORED = "stored"
@@ -304,7 +303,6 @@ class Computing:
         hit_tokens: int,
         cost: ComputeCost,
     ) -> Wait | None:
-        """Return a wait, not begun, for the chunks after a hit that another engine computes."""
         if not self._by_name:
             return None
         size, names = layout.tokens_per_chunk, set[bytes]()

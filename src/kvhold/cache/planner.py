@@ -150,7 +150,7 @@ class Planner:
         return costs[0] if costs is not None else 0.0
 
     def plan(self, number: int, cost: ComputeCost, layout: Layout, found: ChunkPlaces) -> LoadPlan:
-        """First requests are limited to a few times the bytes that a tier has delivered at once."""
+        """First requests are limited to a few times the largest read so far."""
         options = self._options_here(cost, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),

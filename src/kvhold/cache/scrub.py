@@ -1,6 +1,6 @@
 """Compares idle chunks in memory with their checksums, to find damage before readers do.
 
-A thread pins and hashes a few chunks at a time. `take`, `compare` and `give_back` never wait.
+A thread pins and hashes a few chunks at a time.
 """
 
 import threading
@@ -95,7 +95,6 @@ class Scrubber:
         return entries
 
     def compare(self, entry: Entry) -> Iterator[bool]:
-        """Yield for each layer whether it is right."""
         view, checksums = self._state.ram.view(entry), unpack(entry.checksums)
         size = len(view) // len(checksums)
         for layer, stated in enumerate(checksums):

@@ -1,7 +1,7 @@
 """`kvhold serve --detach`: the node continues in the background.
 
-It writes to its log only. If it cannot start, the caller's process prints the end of the log and
-ends with the node's exit status.
+If it cannot start, the caller's process prints the end of the log and ends with the node's exit
+status.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """`kvhold doctor`.
 
-In each tier, a test chunk is put, probed, read whole and in part, checked and deleted. The tier's
-deadlines apply, its breaker does not. Each peer is logged in to.
+In each tier, a test chunk is put, probed, read whole and in part, checked and deleted. Each peer is
+logged in to.
 """
 
 import asyncio

@@ -20,7 +20,6 @@ _NAMES = {
 
 
 def advice(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one sentence for each variable of LMCache."""
     for name in sorted(environ):
         if name.startswith(_PREFIX):
             here = _NAMES.get(

@@ -138,7 +138,6 @@ def _index(tier: CacheTierStatus) -> str:
 
 
 def _channels(followed: FollowedPeersStatus) -> Iterator[str]:
-    """One line for NIXL, and one for each reason against it."""
     peers = [peer for peer in followed["peers"] if peer["state"] == "following"]
     if by_nixl := [peer for peer in peers if peer["channel"] == "nixl"]:
         nbytes = format_size(sum(peer["nixl_bytes"] for peer in by_nixl))

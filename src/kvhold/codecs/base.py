@@ -14,7 +14,7 @@ class Codec(Protocol):
 
     A layer always encodes to the same bytes.
 
-    name:        1 to 16 visible ASCII characters; each format needs its own, because frames last
+    name:        1 to 16 visible ASCII characters; each format needs its own
     error_bound: limit of a layer's largest |decoded - original| / largest |original|
     """
 

@@ -1,7 +1,7 @@
 """Encode a whole chunk to a frame, and decode frames.
 
-A packing that the codec does not accept is converted to the canonical one, where possible. Any
-thread but an engine's. The GIL is released.
+A packing that the codec does not accept is converted to the canonical one, where possible. The GIL
+is released.
 """
 
 from collections.abc import Sequence

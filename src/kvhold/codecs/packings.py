@@ -24,7 +24,6 @@ def is_known(group: Group) -> bool:
 
 @lru_cache(64)
 def canonical_twin(layout: Layout, group: int) -> Layout | None:
-    """None: the group's packing is unknown."""
     place = layout.groups[group]
     if not is_known(place):
         return None

@@ -50,7 +50,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     number: one more than the previous event's. In a snapshot: of the last event before it
     kind:   admitted, evicted, expired or cleared
     tier:   `ram`; changes in lower tiers are not reported
-    parent: key of the prompt's preceding chunk; empty: none or unknown
+    parent: key of the prompt's preceding chunk; empty: unknown
     """
 
     number: int
@@ -125,7 +125,7 @@ class Hit(Holding):
 
     @property
     def ticket(self) -> int:
-        """The number to claim the hit with; 0 when nothing was found."""
+        """The number to claim the hit with; 0: nothing was found."""
         return self._found.ticket
 
     @property
@@ -156,8 +156,8 @@ class Hit(Holding):
     def take_announcement(self) -> Holding | None:
         """Return the announcement that the caller computes the missing chunks, or None.
 
-        Close it after computing. Chunks that are being written stay announced until they are
-        stored. It ends with the hit, unless taken.
+        Close it after computing. Chunks that are being written stay announced. It ends with the
+        hit, unless taken.
         """
         if not self._found.announcement or self._give_back is None or not self._is_announced:
             return None
@@ -206,13 +206,13 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
     `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
 
     stopped:     why it ended early; else empty
-    over_budget: written with a more exact codec than requested: the namespace allows less loss
+    over_budget: written with a more exact codec than requested
     same:        already encoded as requested
     kept_lossy:  encoded by another lossy codec
     missing:     deleted or expired since they were listed
     bad:         failed a check, and were removed
-    unknown:     their layout is not registered, or their codec is not installed
-    failed:      unchanged: the tier failed, or there is no key for them
+    unknown:     no registered layout, or no such codec
+    failed:      unchanged: the tier failed, or there is no key
     """
 
     done: bool = False
@@ -231,7 +231,7 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reencoding(Holding):
-    """A running re-encoding. Closing it early stops it; finished chunks stay re-encoded."""
+    """A running re-encoding. Closing it early stops it."""
 
     def __init__(
         self,
@@ -292,10 +292,9 @@ class Cache(Protocol):
         """Return the longest prefix with all chunks that each shard and group needs, and pin it.
 
         cost:        of the caller's computing. The hit's length then gives the earliest first token
-        have_tokens: the caller's own. If no tier has more, the lookup loads nothing
+        have_tokens: the caller's own. If no tier has more, nothing is loaded
         uses:        which chunks count as used; see `Uses`
-        intent:      lets the lookup wait for chunks that another engine computes; see `Hit.waits`
-                     and `Hit.take_announcement`
+        intent:      see `Hit.waits` and `Hit.take_announcement`
         wait_s:      for chunks of lower tiers. None: as configured. 0: the hit may be arriving
         """
 
@@ -307,7 +306,7 @@ class Cache(Protocol):
         compute_s: float | None,
         deadline_s: float | None = None,
     ) -> None:
-        """For `explain`: the timing of a request that was looked up with its `cost`.
+        """Report the timing of a request that was looked up with its `cost`.
 
         load_s, compute_s: None: nothing was loaded, or computed
         """
@@ -352,14 +351,13 @@ class Cache(Protocol):
 
         For each chunk, either every missing group gets memory, or none does.
 
-        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all.
-                From a sliding group, a hit needs only the chunks in the window at its end
+        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         """Forget everything, or one namespace, in memory and in all writable tiers.
 
-        Returns the number of chunks in memory. Pinned chunks are freed later.
+        Returns the number of chunks in memory.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -389,9 +387,9 @@ class Cache(Protocol):
         `lossless` replaces a lossy codec where the namespace allows no loss. A lossy codec never
         re-encodes a chunk of another one.
 
-        Raises ConfigError (NodeError from a node) for an unknown tier or codec, and for a tier that
-        is read only or cannot replace values. Also for an unknown namespace, unless the codec is
-        `raw` or `lossless` and the tier is not encrypted.
+        Raises ConfigError (NodeError from a node) for an unknown tier or codec, for a tier that is
+        read only or cannot replace values, and for an unknown namespace, unless the codec is `raw`
+        or `lossless` and the tier is not encrypted.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
@@ -431,8 +429,7 @@ def leases_as_they_arrive(
 ) -> Iterator[Lease]:
     """Yield leases on one shard's part of a hit, in the order of its chunks' arrival.
 
-    Each lease is valid until the next is requested. They may contain more than a group of the final
-    hit needs. Raises KVHoldError if the hit is lost.
+    Each lease is valid until the next is requested. Raises KVHoldError if the hit is lost.
 
     until_s: the hit is settled when the monotonic clock reads this
     """

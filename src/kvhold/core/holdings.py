@@ -126,8 +126,7 @@ class Lease(Holding):
     def verify(self, layout: Layout) -> None:
         """Compare every chunk that no copy has compared yet.
 
-        Raises DamagedChunks for the first group that has any, and ProtocolError for a wrong number
-        of layers.
+        Raises DamagedChunks, and ProtocolError for a wrong number of layers.
         """
         for group, sums in enumerate(self._sums or ()):
             places = self.chunks(group)

@@ -3,7 +3,7 @@
     group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
     layout = Layout(groups=(group,), tokens_per_chunk=256)
 
-A group's chunk is contiguous: `[layer][plane][token][head][head_dim]`, or with an engine's packing
+A group's chunk is contiguous: `[layer][plane][token][head][head_dim]`, or in an engine's packing
 `[layer][block][block_bytes]`.
 """
 

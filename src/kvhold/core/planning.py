@@ -49,10 +49,10 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
-    """How long a lookup waits for chunks that another engine computes for its caller.
+    """How long a lookup waits for chunks of a prefill engine.
 
-    timeout_s: the longest wait, however long computing the chunks here would take
-    grace_s:   of it, the longest wait until the other engine announces them
+    timeout_s: the longest wait
+    grace_s:   the longest part of it until the other engine announces them
     """
 
     timeout_s: _Wait

@@ -1,6 +1,4 @@
-"""Secrets in settings: their names, and references such as `${env:REDIS_PASSWORD}` and
-`${file:/etc/kvhold/password}`, which keep them out of command lines.
-"""
+"""Secrets in settings: their names, and references such as `${env:REDIS_PASSWORD}`."""
 
 import logging
 import os

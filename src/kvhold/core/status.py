@@ -55,16 +55,16 @@ class FollowedPeerStatus(TypedDict):
     """A peer that this node follows. Rates are of the last minute.
 
     address:            as in the tier's URL or in the directory
-    name:               its host; empty: not known
+    name:               its host; empty: unknown
     state:              following, paused, away, refused, connecting, itself or elsewhere
     cause:              why it is paused, away or refused, in one word; else empty
-    by_bus:             its changes come over the bus now
-    channel:            how its chunks in memory come: tcp or nixl
-    channel_reason:     why not by NIXL; empty: they do
+    by_bus:             its changes come over the bus
+    channel:            of its chunks in memory: tcp or nixl
+    channel_reason:     why not nixl; empty: it is
     nixl_bytes:         bytes that came by NIXL
     state_s:            seconds in this state
-    incarnation:        random number of its start; 0: not known
-    version:            of kvhold; empty: not known
+    incarnation:        random number of its start; 0: unknown
+    version:            of kvhold; empty: unknown
     chunks:             its chunks in the index
     events:             its changes
     events_per_s:       changes a second
@@ -74,9 +74,9 @@ class FollowedPeerStatus(TypedDict):
     loaded_bytes:       bytes of their frames
     loaded_bytes_per_s: bytes a second
     absent_chunks:      wanted chunks that it had evicted
-    last_load_s:        seconds of the last answered get; null: none yet
-    median_load_s:      median of the last 64; null: none yet
-    last_fault:         latest fault; empty: none
+    last_load_s:        seconds of the last answered get; null: none
+    median_load_s:      of the last 64; null: none
+    last_fault:         empty: none
     last_fault_ago_s:   seconds since then; null: none
     """
 
@@ -111,10 +111,10 @@ class FollowedPeersStatus(TypedDict):
 
     directory:   source of the list; empty: the tier's URL
     list_age_s:  seconds since it was read; null: never, or it is in the URL
-    list_fault:  fault of the latest read; empty: none
+    list_fault:  of the latest read; empty: none
     registered:  this node's address in the directory; empty: none
-    bus:         the bus of changes; empty: a connection to each peer
-    bus_fault:   why it cannot be read now; empty: it can
+    bus:         of changes; empty: a connection to each peer
+    bus_fault:   why it cannot be read; empty: it can
     bus_ignored: ignored records: forged, damaged, or of unknown nodes
     chunks:      chunks in the index of all peers
     peers:       by number
@@ -146,7 +146,7 @@ class TierStatus(TierPeersStatus):
     name:           unique in its cache
     kind:           such as `disk`
     available:      in use; false: skipped after faults, until it answers again
-    last_fault:     latest fault; empty: none
+    last_fault:     empty: none
     stuck_calls:    abandoned calls that still hold memory
     durable:        its chunks outlive a killed process
     shared:         other processes may read, write and delete its chunks
@@ -267,15 +267,15 @@ class ServedPeerStatus(TypedDict):
     """A node that reads this node's chunks.
 
     address:         with its port if it serves peers, too; `others`: beyond 32 peers
-    name:            its host; empty: not known
-    connections:     its connections; 0: it has left
+    name:            its host; empty: unknown
+    connections:     0: it has left
     follows:         it receives the changes of this node
     state_s:         seconds since it came, or left
     chunks:          chunks sent
     absent_chunks:   chunks that it asked for in vain
     bytes:           bytes of their frames
     bytes_per_s:     in the last minute
-    in_flight_bytes: pinned or in buffers, being sent
+    in_flight_bytes: being sent
     """
 
     address: str
@@ -294,7 +294,7 @@ class RefusedPeerStatus(TypedDict):
     """A host whose connections were refused.
 
     address: its address
-    reason:  why the latest one was
+    reason:  of the latest one
     times:   their number
     ago_s:   seconds since the latest one
     """
@@ -310,12 +310,12 @@ class ServedPeersStatus(TypedDict):
 
     address:         where the node listens
     channel:         nixl: the node offers it beside TCP; or tcp
-    channel_reason:  why it does not offer NIXL; empty: it does
-    incarnation:     random number of this start of the node
-    connections:     connections of other nodes
-    chunks:          chunks that other nodes can find here
-    index_bytes:     bytes of their index
-    in_flight_bytes: pinned or in buffers, being sent
+    channel_reason:  why not nixl; empty: it is
+    incarnation:     random number of this start
+    connections:     of other nodes
+    chunks:          that other nodes can find here
+    index_bytes:     of their index
+    in_flight_bytes: being sent
     peers:           nodes that read here, or have read
     refused:         at most 16 hosts, the latest first
     counters:        metrics of the service
@@ -373,8 +373,8 @@ class CentralStatus(TypedDict):
 
     arena_bytes:   size of the arena
     used_bytes:    arena bytes in use
-    values:        values in memory
-    writing_bytes: bytes of values that are being written to tiers
+    values:        in memory
+    writing_bytes: of values that are being written to tiers
     tiers:         in their order
     counters:      metrics of the store and its tiers
     """

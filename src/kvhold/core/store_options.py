@@ -13,8 +13,8 @@ class StoreOptions:
 
     A lossy codec encodes only chunks whose namespace allows it (`Namespace.allowing_loss`).
 
-    max_error: the most |decoded - original| over the largest |original| of a layer; else a more
-               exact codec is used. None: as the codec states; 0: no loss
+    max_error: the most |decoded - original| over the largest |original| of a layer. None: as the
+               codec states; 0: no loss
     max_bits:  the most bits per element of a lossy codec, on average; else a stronger codec is
                tried within max_error
     tenant:    owner of the encryption key; "": the common key

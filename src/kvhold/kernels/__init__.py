@@ -1,8 +1,7 @@
 """Copy KV between an engine's blocks (a view) and chunks in the arena.
 
-Numba (host memory), Triton (GPU) and the reference give the same bytes. On a device a copy follows
-the current stream, and may end after the call. Any thread; concurrent calls must not write the same
-bytes.
+All implementations give the same bytes. On a device a copy follows the current stream, and may end
+after the call. Any thread; concurrent calls must not write the same bytes.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Quantise a plane of a layer, [tokens, width], finite, to few bins and back, compiled.
 
-A bin is number / step, rounded, in -127..127. A deviation is a bin minus the bin of the channel's
-mean. A symbol is a deviation as one byte, or ESCAPE; then the bin is an exception (docs/format.md).
+A bin is number / step, rounded. A deviation is a bin minus the bin of the channel's mean. A symbol
+is a deviation as one byte, or ESCAPE; then the bin is an exception (docs/format.md).
 """
 
 from typing import Any, NamedTuple, TypeAlias

@@ -1,7 +1,6 @@
 """Floats as bits, for the compiled code of quantising codecs.
 
-numba's cache does not notice changes in inlined functions: after a change, delete `__pycache__`
-here.
+After a change, delete `__pycache__` here: numba does not notice changes in inlined functions.
 """
 
 from typing import Any, TypeAlias

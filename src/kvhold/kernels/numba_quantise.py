@@ -1,7 +1,7 @@
 """Quantise numbers to 8 bits and back, compiled: int8 by runs of channels, float8 e4m3 by columns.
 
-Elements are finite. Rounding is to nearest, ties to even. A scale is stored as the largest
-magnitude: divided by 127 or 448 it could vanish.
+Elements are finite. A scale is stored as the largest magnitude: divided by 127 or 448 it could
+vanish.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
 
-No copy compiles after `prepare`. With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
+With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,4 @@
-"""The arena: one region of host memory that the node owns and engines map.
-
-The memory stays while any process maps it.
-"""
+"""The arena: host memory that the node owns and engines map. It stays while any process maps it."""
 
 import ctypes
 import fcntl

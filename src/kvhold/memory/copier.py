@@ -2,9 +2,9 @@
 
 - Give each copy the mark of the work that computed or last used its blocks.
 - Write the blocks again only after a `fence`. It delays the device, not the thread.
-- Gather a chunk whole, once, or in parts: a device takes the checksum of a whole copy.
-- Commit a reservation, and close a lease, after `wait`. After a DeviceError keep both until the
-  process ends: the device may still use the arena.
+- Gather a chunk whole, or in parts: a device takes the checksum of a whole copy.
+- Commit a reservation, and close a lease, after `wait`; after a DeviceError never: the device may
+  still use the arena.
 
 The engine's thread calls `mark` and `fence`, any thread the other methods.
 """

@@ -132,8 +132,7 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 
 
 def place_own_threads(cores: str = "") -> None:
-    """Move kvhold's threads off the engine's cores, but near its memory, if the engine binds
-    threads.
+    """Move kvhold's threads off the engine's cores, but near its memory, if it binds threads.
 
     Later threads need another call. cores: a list such as "8-15"; "inherit": change nothing
     """

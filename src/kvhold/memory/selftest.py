@@ -1,7 +1,6 @@
 """Check at start that copies are ordered with the engine's own work.
 
-The check delays a stream. A copy that waits for it must be
-right, and a copy that does not wait must be wrong.
+The check delays a stream. A copy that waits for it must be right, one that does not must be wrong.
 """
 
 from collections.abc import Callable

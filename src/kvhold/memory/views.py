@@ -7,7 +7,7 @@
 
 Axes may have any order and strides, but `dim` must be contiguous. `slot` is blocks and tokens in
 one axis. An axis with one entry may be missing (MLA). Elements have the group's dtype, or are
-unsigned integers of that width. A LayoutError names the field that disagrees.
+unsigned integers of that width.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """The records between a central cache and its hosts.
 
-A client sends LoginHello. The answer is Welcome, or LoginRefused and a closed connection. Then
-requests are answered in order. Values' bytes follow their Put, or the answer to a Get.
+After the greeting (`login.py`), requests are answered in order. Values' bytes follow their Put, or
+the answer to a Get.
 """
 
 from typing import Union

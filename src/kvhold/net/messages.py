@@ -4,8 +4,8 @@ A client sends Hello, and the node answers Welcome with the arena's descriptor. 
 request's number; 0 marks News and fatal refusals. `->` names the answer, which is Done if not
 named.
 
-After a fatal Refused the node closes the connection. A client with a lease or a reservation closes
-it itself, once it no longer uses that memory.
+After a fatal Refused the node closes the connection. A client that holds memory closes it itself,
+once it no longer uses the memory.
 """
 
 from typing import Annotated, Any, Union
@@ -86,8 +86,8 @@ class LookupAnswer(Message, frozen=True):
 
     arriving:     it may still grow; ask again with Refresh
     waits:        because another engine computes missing chunks
-    announcement: of missing chunks that the client computes; it must release this number, which is
-        the ticket's if there is one; 0: none
+    announcement: of missing chunks that the client computes and must release; the ticket's number
+        if there is one; 0: none
     """
 
     ticket: int
@@ -254,7 +254,7 @@ class Abandon(Message, frozen=True):
 class Clear(Message, frozen=True):
     """Clear one namespace, or everything. -> Done, count: removed chunks
 
-    at_ns: time of another host's clear, repeated unless there was one since; 0: own clear
+    at_ns: time of another host's clear; 0: own clear
     """
 
     namespace: bytes | None
@@ -332,8 +332,8 @@ class Clients(Message, frozen=True):
 
 
 class UseDevice(Message, frozen=True):
-    """A device copies for this client, so its memory is taken back only after its process has ended
-    or sent `Departed`.
+    """A device copies for this client: its memory is taken back after its process has ended or sent
+    `Departed`.
 
     numa_node: of the device; -1: unknown
     """

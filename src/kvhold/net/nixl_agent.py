@@ -1,8 +1,4 @@
-"""NIXL's agent with its UCX backend, as `remote_memory.py` uses it.
-
-NIXL's bindings are called directly: a handle of its Python API releases its read when it is
-collected, also one that may still write.
-"""
+"""NIXL's agent with its UCX backend, as `remote_memory.py` uses it (docs/decisions/0035)."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,7 +12,7 @@ from kvhold.net.remote_memory import ChannelFault, ReadPiece
 
 MISSING = "the package nixl is not installed: pip install 'kvhold[nixl]'"
 _BACKEND = "UCX"
-# the wheels, by the CUDA version that they would also use
+# the wheels, by CUDA version
 _WHEELS = ("nixl_cu13", "nixl_cu12")
 
 
@@ -28,7 +24,7 @@ class NixlAgent:
     def __init__(self) -> None:
         """Raises ChannelFault, or an exception of NIXL."""
         self._nixl = nixl = _bindings()
-        # with a thread that serves other agents' reads, and without its own listener
+        # with a thread that serves other agents' reads
         config = nixl.nixlAgentConfig(True, False, 0, nixl.NIXL_THREAD_SYNC_STRICT)
         self._agent: Any = nixl.nixlAgent(f"kvhold-{getrandbits(64):016x}", config)
         if _BACKEND not in self._agent.getAvailPlugins():

@@ -1,6 +1,6 @@
 """Offsets of chunks in the arena, packed for a message: 8 bytes each, in this host's byte order.
 
-Packed offsets are encoded in a hundredth of the time that lists of numbers take.
+It takes a hundredth of the time that lists of numbers take.
 """
 
 from array import array

@@ -1,18 +1,17 @@
 """The records between a node and its followers, the nodes that read its chunks.
 
 After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. Then a connection
-carries gets, or one Follow.
+carries gets and reads, or one Follow.
 
 A **get** is answered by PeerValues, each followed by the values' bytes, in the order of the keys.
 
-A **read** is answered by one Lent. Of a value that is lent, only the first bytes follow; the rest
-stays in its place until the follower sends Returned, its connection ends, or the node's
-`peers.request_timeout_s` has passed. Meanwhile the follower reads it by the channel that it has
-opened (`remote_memory.py`).
+A **read** is answered by one Lent. Of a value that is lent, only the first bytes follow; the
+follower reads the rest by its channel (`remote_memory.py`), until it sends Returned, its connection
+ends, or the node's `peers.request_timeout_s` has passed.
 
 A **follow** is answered by a snapshot's pages, unless the node still has all events after the
-follower's number, and then events. A follower whose number is not `after` has missed changes and
-follows again. A node sends an empty PeerChanges after `BEAT_S` without an event.
+follower's number, and then events. A follower whose number is not `after` follows again. A node
+sends an empty PeerChanges after `BEAT_S` without an event.
 """
 
 from typing import Union
@@ -117,11 +116,7 @@ class GetSample(PeerMessage, frozen=True):
 
 
 class PeerRead(PeerMessage, frozen=True):
-    """Borrow frames. -> Lent, for the first keys or all
-
-    keys: KEY_BYTES each, joined
-    room: the most bytes for each frame
-    """
+    """Borrow frames. -> Lent, for the first keys or all. keys, room: as in a get"""
 
     keys: bytes
     room: list[int]

@@ -1,11 +1,11 @@
-"""Reads the memory of other processes into this one's, through an agent such as NIXL's.
+"""Reads the memory of other processes into this one's, by an agent such as NIXL's.
 
     memory = RemoteMemory(make_agent, arena.buffer)
     name = await memory.connect(metadata)
     await memory.read(name, [ReadPiece(here, there, nbytes)])
 
 A thread of its own makes all calls of the agent. The memory of a read may be written until `read`
-ends, however it ends: a read that was given up is still waited for. Bytes are not checked here.
+ends, also if it was given up. Bytes are not checked here.
 """
 
 import asyncio
@@ -42,8 +42,6 @@ class ChannelFault(KVHoldError):
 
 @dataclass(frozen=True, slots=True)
 class ReadPiece:
-    """Addresses in this process and in the other one."""
-
     here: int
     there: int
     nbytes: int
@@ -187,11 +185,11 @@ class RemoteMemory:
         return names[0]
 
     def disconnect(self, name: str) -> None:
-        """Ends once no read from there is left. Any thread."""
+        """Ends once no read from there is left."""
         self._queue.put(_Removal(name))
 
     async def read(self, name: str, pieces: Sequence[ReadPiece]) -> None:
-        """The memory is not written any more when this ends, also when it is cancelled.
+        """The memory is not written any more when this ends, also by cancellation.
 
         Raises ChannelFault.
         """

@@ -1,7 +1,6 @@
 """The records between an engine's scheduler and a relay, a worker on another host.
 
-After LoginHello and RelayWelcome (`login.py`), requests and answers alternate. A relay ends a
-conversation after `SILENT_S` of silence, and releases its hits.
+After LoginHello and RelayWelcome (`login.py`), requests and answers alternate.
 """
 
 from typing import Annotated, Union

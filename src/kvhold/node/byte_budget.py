@@ -1,8 +1,8 @@
 """Bytes that may be in use at once, shared by owners.
 
-An owner that uses some gets more only up to the bytes that then stay free, so a stuck owner uses at
-most half. Calls are served in order, but a call that waits for its owner's share delays no other.
-One event loop.
+An owner that uses some gets more only up to the bytes that then stay free, so it uses at most half.
+Calls are served in order, but a call that waits for its owner's share delays no other. One event
+loop.
 """
 
 import asyncio

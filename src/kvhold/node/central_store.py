@@ -1,7 +1,6 @@
 """The store of a central cache: opaque values in memory, and in tiers below.
 
-A cancelled caller only stops waiting. A given-up read may still write, so its memory stays reserved
-until it ends. One event loop.
+The memory of a given-up read stays reserved until the read ends. One event loop.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ _NO_PEERS = "this node has no peers"
 
 
 def plan_channel(config: Config, arena: Arena) -> ChannelPlan:
-    """Raises ConfigError: `peers.channel` needs a package that is not installed."""
+    """Raises ConfigError: `peers.channel` needs a missing package."""
     channel = config.peers.channel
     if channel == TCP:
         return ChannelPlan()

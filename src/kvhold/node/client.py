@@ -2,7 +2,7 @@
 
 Any thread may call. A call past its deadline raises DeadlineExceeded; the connection stays in use.
 Calls raise NodeError at once when the node has owed an answer for `client.call_timeout_s`, or has
-ended. A thread then joins the next node.
+ended.
 """
 
 import logging

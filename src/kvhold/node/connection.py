@@ -33,8 +33,8 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 class ClientConnection(asyncio.BufferedProtocol):
     """A client's connection, in the node's loop.
 
-    A client that breaks the rules is disconnected. With a lease or a reservation, it may still be
-    writing: its requests are ignored, and its memory is taken back after it closes its end.
+    A client that breaks the rules is disconnected. If it may still be writing, its requests are
+    ignored, and its memory is taken back after it closes its end.
     """
 
     def __init__(self, node: "Node") -> None:

@@ -1,7 +1,6 @@
 """A client's side of one connection, as a state machine without I/O.
 
-If a caller has given up, its unsent call is dropped; otherwise the late answer's hit, announcement,
-lease or reservation is released.
+If a caller has given up, its unsent call is dropped, or the late answer's grant released.
 
 Threads hold one lock around each call, except `prepare`, and `read` of one reader.
 """

@@ -1,6 +1,6 @@
 """Free a detached node from its engine's process settings (docs/node.md).
 
-Nothing raises: a refused change only makes the node slower.
+A refused change only makes the node slower.
 """
 
 import logging

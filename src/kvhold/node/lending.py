@@ -1,8 +1,7 @@
 """The leases of one follower's connection: frames that stay in place while it reads them.
 
-A lease ends when the follower returns it, after `timeout_s`, or with its connection. A read that
-goes on after that may get other bytes, which the follower finds by the frame's checksums. One event
-loop.
+A lease ends when the follower returns it, after `timeout_s`, or with its connection. A later read
+may get other bytes, which the checksums show. One event loop.
 """
 
 import asyncio

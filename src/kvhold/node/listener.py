@@ -1,7 +1,6 @@
 """The node's listening Unix socket.
 
-It keeps a spare descriptor to send a reason when none is free; asyncio's server leaves clients
-waiting.
+It keeps a spare descriptor to send a reason when none is free.
 """
 
 import asyncio

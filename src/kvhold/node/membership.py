@@ -80,7 +80,7 @@ AnyLink = TypeVar("AnyLink", bound=UsedLink)
 class Departures:
     """A process's lost links to one socket, if a device may still use their memory.
 
-    The node keeps that memory until `Departed` comes on a later link. Any thread may call.
+    The node keeps that memory until `Departed`. Any thread may call.
     """
 
     def __init__(self) -> None:

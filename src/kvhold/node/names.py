@@ -1,7 +1,4 @@
-"""The latest MAX_SPACES namespaces that clients have registered, for `kvhold names`.
-
-Descriptions take at most MAX_BYTES.
-"""
+"""The latest MAX_SPACES namespaces that clients have registered, for `kvhold names`."""
 
 import time
 from collections import OrderedDict

@@ -47,9 +47,7 @@ def lock_path(path: Path) -> Path:
 
 
 def clears_path(path: Path) -> Path:
-    """Return a file in `$XDG_STATE_HOME/kvhold`, which a reboot keeps. Its name contains the host's
-    name, because hosts may share a home.
-    """
+    """Return a file in `$XDG_STATE_HOME/kvhold`, named after the host: hosts may share a home."""
     beside = Path(f"{path}.clears")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     try:

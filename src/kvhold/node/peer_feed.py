@@ -1,7 +1,6 @@
 """A node's chunks as numbered changes for its followers, and as snapshots.
 
-Any thread notes changes. The peers' loop numbers them and keeps an index of its own, so a snapshot
-does not stop the node's loop.
+Any thread notes changes. The peers' loop numbers them and keeps an index of its own.
 """
 
 import asyncio
@@ -178,10 +177,7 @@ class PeerFeed:
         self._changed.set()
 
     def _apply(self, note: _Note) -> tuple[int, int] | None:
-        """Return digest and new size; None: unchanged.
-
-        A chunk in memory is sent from there, so that size counts.
-        """
+        """Return digest and new size; None: unchanged. A chunk in memory is sent from there."""
         assert len(note.key) == KEY_BYTES
         digest = digest_of(note.key)
         before = self._size(digest)

@@ -1,7 +1,7 @@
 """Publishes a node's changes to the bus of its tier of peers.
 
-While the bus is away, changes wait in the feed. If the feed forgets some, followers see a gap and
-ask this node. Runs in the peers' loop.
+While the bus is away, changes wait in the feed. If the feed forgets some, followers see a gap.
+Runs in the peers' loop.
 """
 
 import asyncio
@@ -53,9 +53,8 @@ class PeerPublisher:
             await feed.wait(number)
 
     def _next_records(self) -> tuple[bytes, int]:
-        """Return the joined records, and the last change's number.
-
-        Small records are joined, because each message waits for the last answer.
+        """Return the joined records, because each message waits for the last answer, and the last
+        number.
         """
         records, number = bytearray(), self._number
         while not records or (len(records) < BATCH_BYTES and number != self._feed.number):

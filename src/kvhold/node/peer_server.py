@@ -1,8 +1,7 @@
 """Serves this node's chunks and changes to its followers, read-only.
 
-With `peers.channel`, it also lends chunks in the arena, which followers read from there. The bytes
-in flight are limited, in total and per peer (`byte_budget.py`). One event loop, in
-`peer_thread.py`.
+With `peers.channel`, it also lends chunks in the arena. The bytes in flight are limited, in total
+and per peer (`byte_budget.py`). One event loop, in `peer_thread.py`.
 """
 
 import asyncio

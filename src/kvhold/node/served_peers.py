@@ -1,7 +1,7 @@
 """The nodes that read this one's chunks, for `kvhold peers` and metrics.
 
-At most 32 are told apart; a new one replaces the one that left first. Written in the peers' loop;
-any thread reads.
+At most 32; a new one replaces the one that left first. Written in the peers' loop; any thread
+reads.
 """
 
 import time

@@ -123,7 +123,7 @@ class Session:
     def answer(self, request: m.Request) -> m.Answer | Running[m.Answer]:
         """Return the answer, or a running call of several turns.
 
-        Our own errors refuse the request. Raises ProtocolError: the request breaks the rules.
+        Our own errors refuse the request. Raises ProtocolError.
         """
         try:
             return self._verbs[type(request)](request)

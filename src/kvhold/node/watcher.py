@@ -1,6 +1,6 @@
 """The watcher: a waiting process that restarts a killed node at once.
 
-It has done the slow imports. Its lock keeps engines from starting a node.
+Its lock keeps engines from starting a node.
 """
 
 import fcntl

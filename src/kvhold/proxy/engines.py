@@ -1,7 +1,6 @@
 """The engines behind a proxy: their health and load, and the choice of one.
 
-A prefill engine's load is the tokens of its running requests, a decode engine's their number. No
-I/O; one event loop.
+A prefill engine's load is the tokens of its requests, a decode engine's their number. No I/O.
 """
 
 import asyncio

@@ -57,7 +57,6 @@ class Inference:
     """most_tokens:   upper bound of the prompt's length, without a chat's template; None: unknown
     likely_tokens: for the load of engines
     is_single:     one prompt and one answer
-    has_prefill:   whether a prefill engine could help
     """
 
     kind: str
@@ -81,8 +80,7 @@ class Inference:
 def read_fields(body: bytes) -> tuple[Fields, bytes]:
     """Return a JSON object's fields, and the body with safe `kv_transfer_params`.
 
-    Raises NotAnInference. UTF-16 and NaN, which engines accept, are refused: their fields would
-    pass unseen.
+    Raises NotAnInference, also for UTF-16 and NaN: their fields would pass unseen.
     """
     with _reading():
         fields = _fields.decode(body)

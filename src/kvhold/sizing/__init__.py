@@ -1,1 +1,1 @@
-"""Size a cache before buying one: KV sizes, capacities and hit rates."""
+"""KV sizes and capacities."""

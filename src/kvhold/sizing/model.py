@@ -1,7 +1,7 @@
 """Compute the KV size of a model from its `config.json`, without the model.
 
 A missing or unknown field raises. States (Mamba, linear attention, short convolutions) are not
-counted: engines choose their shape and type.
+counted.
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,8 @@
         def make_cache(self): ...          # a function that joins or makes a cache of 16 MiB
         lower_tiers = True                 # if there are tiers below memory
 
-All caches in one test share their chunks. After each test no ticket, lease or reservation is held,
-and a clear empties the arena.
+All caches in one test share their chunks. After each test nothing is held, and a clear empties the
+arena.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""Damage a running cache's arena from outside, as a stray write would.
-
-Both processes must belong to the same user.
-"""
+"""Damage a running cache's arena from outside, as a stray write of the same user would."""
 
 import os
 from contextlib import suppress

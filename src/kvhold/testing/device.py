@@ -1,7 +1,4 @@
-"""A device whose streams run late, in a seeded order, so a missing event or wait gives wrong bytes.
-
-A waiting caller runs random streams until its event has fired. Thread-safe.
-"""
+"""A device whose streams run late, so a missing event or wait gives wrong bytes. Thread-safe."""
 
 import ctypes
 import threading

@@ -4,7 +4,7 @@
         def make_policy(self) -> Policy:
             return MyPolicy()
 
-If you override `rank` too, the order of eviction is compared with a slow model.
+With `rank`, the order of eviction is compared with a slow model.
 """
 
 from abc import ABC, abstractmethod

@@ -11,11 +11,11 @@ A missing value is `None`. A fault of one item is a TierError in its place; one 
 (dead, unreachable, forbidden) raises TierError. Lists of unequal lengths raise ValueError before
 any I/O. No other exception may escape.
 
-**Memory.** After a call, the tier neither reads nor writes the caller's buffers. A cancelled call
-ends only when it no longer uses them (`in_thread`).
+**Memory.** A call, also a cancelled one, ends only when it no longer uses the caller's buffers
+(`in_thread`).
 
 A tier connects at its first call, and again after a lost connection. `guard.py` has the breaker,
-the time-outs and the retries. `kvhold.testing.TierContract` is the conformance suite.
+the time-outs and the retries.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class TierTraits:
     replaces: has `Replaces.replace`
     read_only: the cache writes nothing to it
     lost: why a value is missing that a probe has found
-    batch_bytes: best size of one call, for overlapping checks and deadlines over a slow link
+    batch_bytes: best size of one call
     """
 
     name: str
@@ -107,7 +107,7 @@ class Tier(Protocol):
     def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Yield every key that begins with `prefix`, each once, in any order.
 
-        Raises TierIncomplete, after the other keys, if a part of the place failed. Raises
+        Raises TierIncomplete, after the other keys, if a part of the place failed, and
         TierCannotList if it can never list keys.
         """
 
@@ -125,9 +125,8 @@ class Replaces(Protocol):
         False where no value is stored; none is created. A TierError: the old value stays (TierFull
         if both do not fit), or the answer was lost and either value may be there.
 
-        A concurrent reader gets the old value or the new one, whole; in a durable tier also after a
-        `kill -9`. The new value keeps the remaining time to live. Of a repeated key, the first
-        value counts.
+        A reader gets the old value or the new one, whole; in a durable tier also after a `kill -9`.
+        The new value keeps the remaining time to live. Of a repeated key, the first value counts.
         """
 
 
@@ -195,7 +194,7 @@ class KeepsClears(Protocol):
     ) -> None:
         """Call this before any other call.
 
-        learned: to be called with each namespace that another host has cleared; b"" means all
+        learned: called with each namespace that another host has cleared; b"" means all
         numbers: of the last run
         """
 

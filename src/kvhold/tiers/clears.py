@@ -1,6 +1,4 @@
-"""The pending clears of a tier, on the guard's loop. A clear is retried until its values are
-removed.
-"""
+"""The pending clears of a tier, on the guard's loop, retried until their values are removed."""
 
 import asyncio
 import logging

@@ -3,8 +3,8 @@
     # faults+disk:///kv?faults=get:corrupt:0.01&faults_seed=7
     tier.rules = parse_rules("get:hang:@3"); ...; tier.release()  # at any time; resets the counts
 
-A rule is `operation:kind[:when[:with]]`. `when` is a probability (`0.01`), a number (`@3`: the
-third alone), or both (`0.5@3`). Default: always.
+A rule is `operation:kind[:when[:with]]`. `when` is a probability (`0.01`), a number (`@3`), or both
+(`0.5@3`). Default: always.
 
     error     raises; the tier is not called. With error, unavailable, full or denied
     delay     waits first. With a time: 0.5s, 20ms

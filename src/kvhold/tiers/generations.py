@@ -29,8 +29,7 @@ _MARK = b"kvhold: this namespace was cleared".ljust(64)
 _TOKEN_BYTES = 16  # random; shows which host put a marker
 _EVERY_BYTES = 4  # of a name: the number of clears of everything
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
-# Numbers up to this far ahead are not older. A key without a generation has any number there, so
-# the old values of one namespace in 4 million stay.
+# numbers up to this far ahead are not older, so old values of one namespace in 4 million stay
 _MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
@@ -125,9 +124,7 @@ class GenerationTier:
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """A put under the present names. Those of a forgotten namespace may be old: then no host
-        finds the values.
-        """
+        """A put under the present names. If those are old, no host finds the values."""
         for space in _spaces_of([key for key, _ in items]):
             self.use(space)
         named = [(self.name_of(key), parts) for key, parts in items]

@@ -11,8 +11,8 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 Such a clear is pending again when the folder is back. A new place gets the pending clears of all
 removed places, because it may be any store under another URL.
 
-Beyond the bounds, a private tier gets one clear of everything (`clears.py`), and clears of a shared
-tier are only logged. An invalid file gives every tier a clear of everything.
+Beyond the bounds, a private tier gets one clear of everything; clears of a shared tier are only
+logged. An invalid file gives every tier a clear of everything.
 """
 
 import asyncio

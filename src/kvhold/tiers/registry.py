@@ -96,7 +96,7 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 
 
 def place_of(text: str) -> str:
-    """A digest of the URL without its guard's options and its credentials. Raises ConfigError.
+    """A digest of the URL without its guard's options and credentials. Raises ConfigError.
 
     A store may have several (see `journal.py`).
     """

@@ -3,7 +3,7 @@
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. A HEAD instead, with
   `put_if_absent=false` or from `multipart_bytes` on: the last concurrent writer wins.
 - **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore it.
-- **Miss.** Needs the right to list the bucket: otherwise S3 answers 403, a fault.
+- **Miss.** Needs the right to list the bucket: else S3 answers 403.
 - **Expiry.** Set lifecycle rules for values, and for multipart uploads of killed processes.
 """
 

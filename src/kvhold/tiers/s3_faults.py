@@ -1,6 +1,4 @@
-"""Map obstore's exceptions to TierError. Messages say how to repair the fault, without header, key
-or signature.
-"""
+"""Map obstore's exceptions to TierError, whose message has no header, key or signature."""
 
 import re
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """A tier's address and settings in one line: `redis://user:secret@host:6379/0?ttl_s=3600`.
 
-A password or an option may be a reference, such as `${env:REDIS_PASSWORD}`, read when the tier is
-made.
+A password or an option may be a reference, such as `${env:REDIS_PASSWORD}`.
 """
 
 import re

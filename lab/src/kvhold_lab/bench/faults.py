@@ -74,7 +74,6 @@ class Trial:
             self._timed(_CALL_S, partial(store, self.client, prompt(seed)))
 
     def read(self, *seeds: int) -> int:
-        """Check every byte. Return the tokens."""
         return sum(
             self._timed(_ARRIVAL_S + _CALL_S, partial(read, self.client, prompt(seed))) or 0
             for seed in seeds

@@ -1,4 +1,4 @@
-"""One overloaded node: its longest loop turns, its index sizes, and the start of a full disk."""
+"""One overloaded node: longest loop turns, index sizes, and the start of a full disk."""
 
 import json
 import os

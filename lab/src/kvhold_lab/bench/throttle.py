@@ -1,6 +1,4 @@
-"""A slow link on loopback: a TCP proxy with a limited rate in each direction, shared by all
-connections. It adds no latency.
-"""
+"""A slow link on loopback: a TCP proxy with a limited rate in each direction, without latency."""
 
 import socket
 import threading

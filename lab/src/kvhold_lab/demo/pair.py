@@ -1,8 +1,7 @@
 """Time answers of one engine, and of a prefill and a decode engine behind `kvhold proxy`.
 
-The one engine is the decode engine, asked directly. With each arrangement, prompts have another
-salt, so that nothing is found that the other one has stored. Last, a long answer is timed while
-prompts of others are computed.
+With each arrangement, prompts have another salt, so that nothing is found that the other one has
+stored. Last, a long answer is timed while prompts of others are computed.
 """
 
 import asyncio
@@ -177,7 +176,6 @@ class _Asked:
     async def answers(
         self, client: LoadClient, say: Callable[[str], None], name: str
     ) -> tuple[ArrangementTimes, list[Any]]:
-        """Ask one prompt after the other. Return the times and the tokens."""
         times, outputs = ArrangementTimes(), []
         for seed in range(self.repeats):
             reply = await self.send(client, seed, self.num_tokens)

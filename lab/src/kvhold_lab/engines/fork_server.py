@@ -2,7 +2,7 @@
 
     python -m kvhold_lab.engines.fork_server DESCRIPTOR
 
-The end of its socket of packets ends the server; children live on.
+The end of its socket ends the server; children live on.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Models for the demo: Llamas with random weights of a fixed seed, and a tokenizer.
+"""Models for the demo: Llamas with random weights of a fixed seed.
 
 Greedy output must depend on the whole context and not repeat, so attention is sharp.
 """

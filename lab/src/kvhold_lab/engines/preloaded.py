@@ -1,6 +1,6 @@
 """Programs that start with vLLM imported, in half of the time.
 
-PRELOAD_VLLM=1 turns this on. Each environment that vLLM may read during its import has a server.
+PRELOAD_VLLM=1 turns this on.
 """
 
 import atexit

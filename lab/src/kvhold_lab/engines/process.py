@@ -192,7 +192,7 @@ class Child(ABC):
         return self._running().pid
 
     def start(self, timeout_s: float = 300.0) -> Self:
-        """Raises EngineFailed, and leaves no process behind."""
+        """Raises EngineFailed."""
         if self._process is not None:
             raise EngineFailed(f"{self._name} (pid {self._process.pid}) was started already")
         self._process = self._spawn()

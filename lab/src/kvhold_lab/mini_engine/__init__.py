@@ -1,7 +1,7 @@
 """A small LLM engine: vLLM's scheduler and KV cache manager, kvhold's connector, and torch models.
 
-A request has the same tokens and KV bytes in every batch, with and without kvhold. There is no
-sampling, LoRA, media, speculation, state model or second worker. One thread.
+A request has the same tokens and KV bytes in every batch, with and without kvhold. One worker, one
+thread, no sampling.
 """
 
 from kvhold_lab.mini_engine.config import SHAPES, MiniEngineOptions, ModelShape

@@ -1,8 +1,7 @@
 """Arithmetic whose results do not depend on the order of a sum, and so not on batch or device.
 
-All values are float64 multiples of a small power of two with few bits, so sums are multiples of one
-power of two below 2**53: exact. exp and sigmoid have no unique rounding; (1 + x / 64) ** 64 and a
-line with two bends replace them.
+All values are float64 multiples of a small power of two with few bits, so sums are exact. exp and
+sigmoid have no unique rounding; (1 + x / 64) ** 64 and a line with two bends replace them.
 
 Most bits: activations and KV 17, weights 15, attention weights 17.
 """

@@ -1,7 +1,6 @@
 """A mini engine's model and configuration.
 
-`vllm_config_of` undoes limits of vLLM's CPU kernels: on asynchronous scheduling and, with MLA, on
-chunked prefill and the prefix cache.
+`vllm_config_of` undoes limits of vLLM's CPU kernels.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Real Redis servers: one, a cluster, or a primary, a replica and sentinels.
 
-They write nothing to disk, and need redis-server, redis-sentinel, and openssl for TLS.
+They need redis-server, redis-sentinel, and openssl for TLS.
 """
 
 import secrets

@@ -1,7 +1,7 @@
 """Replays a trace on a fleet of hosts that are each other's peers.
 
 A request's host takes the beginning of the prompt from its memory, then from its peers, then from a
-shared tier; it computes and stores the rest. Memories are LRU.
+shared tier; it computes the rest. Memories are LRU.
 """
 
 from collections import OrderedDict
@@ -43,8 +43,7 @@ class FleetSetup:
 class FleetRow:
     """found_here, found_at_peers, found_shared: shares of all tokens
 
-    Rates are one host's: its changes, those of its peers, bytes loaded from peers. index_chunks:
-    different chunks of a host's peers, at the end; a mean
+    Rates are one host's. index_chunks: different chunks of a host's peers, at the end; a mean
     """
 
     hosts: int
@@ -67,9 +66,7 @@ class _Lru:
         self.here: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chunks: Sequence[int], num_here: int) -> tuple[Sequence[int], list[int]]:
-        """Return the stored and the evicted chunks. The first chunk counts as used last, so no
-        prefix goes before its continuation.
-        """
+        """Return the stored and the evicted chunks. No prefix goes before its continuation."""
         stored = chunks[num_here : self._capacity]
         for chunk in reversed(stored):
             self.here[chunk] = None

@@ -1,5 +1,4 @@
-"""Generates traces of requests, to compare policies (docs/sizing.md). Equal seeds give equal
-traces.
+"""Generates traces of requests, to compare policies (docs/sizing.md).
 
 Two blocks are equal if all text up to their ends is equal.
 """

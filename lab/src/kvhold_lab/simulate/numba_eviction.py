@@ -1,5 +1,4 @@
-"""Replays a trace like `policy_replay`, with compiled models of the policies, some sixty times
-faster.
+"""Replays a trace like `policy_replay`, with compiled models of the policies.
 
 Two models have no class: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
 """
@@ -78,7 +77,7 @@ _NOWHERE = -(1 << 63)
 _USES_SHIFT = 40
 _NOBODY, _NO_ROOM = -1, -2
 
-# Columns of `nodes`. A row per chunk keeps its fields in one or two cache lines.
+# Columns of `nodes`, a row per chunk:
 #   PLACED: rank of its newest heap entry; valid if the chunk is a leaf of that rank
 #   KIDS: number of continuations that are here or being written
 #   GHOST: 1 + the queue that remembers its eviction, or 0; OLDER, NEWER: neighbours in that queue

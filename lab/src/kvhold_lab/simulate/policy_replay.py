@@ -221,8 +221,7 @@ class _Tier:
     def write(self, keys: Sequence[bytes]) -> int:
         """Return the number of stored keys.
 
-        As in `cache/transfer/write_behind.py`, all keys are probed before the first is written. So
-        a key that is evicted for an earlier key of this call is not written again.
+        As in `cache/transfer/write_behind.py`, all keys are probed before the first is written.
         """
         missing = [key for key in keys if key not in self._here]
         reserved = [key for key in missing if self._reserve(key, None)]

@@ -1,6 +1,6 @@
 """A simulated NATS JetStream, and each host's connections (`kvhold.tiers.peers.bus`).
 
-Messages come late, twice, forged or not at all. The server ends and comes back.
+Messages come late, twice, forged or not at all.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The rule "no read after a clear": finds the clears that *bind* a host's lookup.
 
-`HostClears` is the rule for hosts that share a tier (decision 0026). It reads the markers itself.
+`HostClears` is the rule for hosts that share a tier (decision 0026).
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """A client's device: the real copier over a fake device, whose copies take virtual time.
 
-Streams go on after their process was killed. A missing event copies wrong bytes.
+Streams go on after their process was killed.
 """
 
 import asyncio

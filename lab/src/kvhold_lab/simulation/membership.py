@@ -1,6 +1,6 @@
 """Simulated directories of peers, behind the real `DnsDirectory` and `EtcdDirectory`.
 
-A directory is late, incomplete, old, away, silent or slow.
+A directory is late, incomplete, old or away.
 """
 
 import asyncio

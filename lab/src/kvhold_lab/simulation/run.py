@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _PINS_EVERY_S = 0.3
 _REST_S = 300.0
-_GHOSTS = 1 << 12  # of the learned policy; the usual table has 9 MiB, which take long to clear
+_GHOSTS = 1 << 12  # of the learned policy; the usual 9 MiB take long to clear
 
 
 @dataclass(frozen=True)

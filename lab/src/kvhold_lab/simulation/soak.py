@@ -1,6 +1,6 @@
 """Runs many seeds on all cores, or checks that the seeds find each mutation.
 
-PYTHONHASHSEED is 0, because a set's order is part of a history.
+PYTHONHASHSEED is 0: a set's order is part of a history.
 """
 
 import json

@@ -154,10 +154,7 @@ def _collect_later(generation: int = 2) -> int:
 
 
 def _keep_kernels() -> None:
-    """Keep registered kernels for the process's next engine.
-
-    To register them again, vLLM searches every module, and fails on llvmlite.
-    """
+    """Keep registered kernels for the next engine: vLLM's search of modules fails on llvmlite."""
     from vllm.platforms import current_platform
 
     current_platform.register_triton_kernel_overrides = lambda: None

@@ -1,4 +1,4 @@
-"""The notes of the witness. Engine processes write them; the command reads them without vLLM."""
+"""The notes of the witness, written by engine processes."""
 
 import json
 import os

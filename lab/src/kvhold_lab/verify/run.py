@@ -1,7 +1,7 @@
 """Run a model with and without the connector, path by path, and judge.
 
 An engine without a connector gives the reference answers, three times, to find unsteady ones. An
-engine with the connector then answers twice: it stores, then loads.
+engine with the connector stores, then loads.
 """
 
 import json

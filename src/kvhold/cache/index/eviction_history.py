@@ -41,7 +41,6 @@ class EvictionHistory:
         return None if removal is None else removal.why
 
     def ago_s(self, key: bytes) -> float | None:
-        """None: not recorded."""
         removal = self._find(key)
         return None if removal is None else max(0.0, self._clock() - removal.at_s)
 

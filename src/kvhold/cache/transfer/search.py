@@ -20,7 +20,7 @@ class Search:
     """A lookup or prefetch that needs the tiers. owner: None without a waiting request.
 
     here:       the hit made of `pinned`
-    awaited:    keys of its reads in progress
+    awaited:    keys being read
     requesting: its next reads are being chosen
     settling:   its hit is being computed
     silent:     why some tier did not answer
@@ -29,7 +29,7 @@ class Search:
     hurried:    it ends early, because computing is faster
     idle:       even with the tiers, the hit is not longer than `have_tokens`
     missing:    the first chunk missing in memory, if it is expected back
-    wait:       for chunks that another engine computes, or will; the tiers are probed after it
+    wait:       for chunks that another engine computes, before the tiers are probed
     futile:     number of waits that brought nothing
     """
 

@@ -1,7 +1,6 @@
 """Loads a prompt's chunks from lower tiers, and pins them on arrival.
 
-One read serves all searches for its chunk. Between two steps, a search may be taken or cleared. No
-I/O.
+One read serves all searches for its chunk. Between two steps, a search may be cleared. No I/O.
 """
 
 from collections.abc import Callable, Sequence
@@ -278,7 +277,6 @@ class Searches:
         needs: Sequence[Need[Entry | TierPlace]],
         pending_reads: list[PendingRead],
     ) -> bool:
-        """False: a chunk could not be reserved."""
         for need in needs:
             if need.key in search.pinned:
                 continue

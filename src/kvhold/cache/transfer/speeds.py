@@ -16,12 +16,11 @@ _TOGETHER_S = 0.001  # reads that end this close together were one call
 _GROWTH = 8  # request at most this many times the largest measured piece
 _LATE = 1.5  # a read is late when it takes this many times its estimate
 _ALIKE = 2  # reads within this ratio have one size
-# a new tier's read may take this many times its silence, so a wait for the tier takes at most an
-# eighth of the computing time
+# a new tier's read may take this many times its silence
 _DOUBT = 8
 _FEW = 3  # fewer reads do not separate costs per call and byte
 _STALE_S = 30.0
-# pause, in durations of the last read, so samples take at most 1/20 of the time
+# pause, in durations of the last read
 _STALE_READS = 20.0
 
 
@@ -99,8 +98,7 @@ class TierSpeed:
         """Return the seconds until `ended_bytes` reaches `until_bytes`, plus `more_bytes`.
 
         A late read is expected to take as long again as the tier's silence; eight times that after
-        few measurements, or far beyond measured sizes. `slowest_byte_s` limits that, unless the
-        read exceeds it, too.
+        few measurements. `slowest_byte_s` limits that, unless the read exceeds it, too.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -132,9 +130,7 @@ class TierSpeed:
         return most < _ALIKE * least and nbytes > _ALIKE * most
 
     def _byte_s(self, call_s: float, byte_s: float) -> float:
-        """Only a new tier's estimate includes a slow current piece: of concurrent calls, the first
-        ends late and the others right after it.
-        """
+        """Of concurrent calls to a new tier, the first ends late and the others right after it."""
         piece = self._piece
         if piece is None or not piece.nbytes or not self._is_new:
             return byte_s

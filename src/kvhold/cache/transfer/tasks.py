@@ -22,7 +22,6 @@ class Tasks:
         return task
 
     async def end(self) -> None:
-        """Wait for at most `LEAVE_S`."""
         for task in self._running:
             task.cancel()
         if self._running:

@@ -86,7 +86,7 @@ class TierWorker:
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        # separate pools: requests wait for checks, but not for encoding
+        # requests wait for checks, but not for encoding
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
@@ -250,9 +250,7 @@ class TierWorker:
         )
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
-        """Apply other hosts' clears, because a disk may have older chunks. Without the shared tier,
-        the disk is probed without its clears.
-        """
+        """Apply other hosts' clears, because a disk may have older chunks."""
         spaces = list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
         for guard in self._shared:
             for space in spaces:
@@ -352,7 +350,7 @@ class TierWorker:
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:
-        """An engine that only stores needs this: no lookup probes its namespace."""
+        """For an engine that only stores: no lookup probes its namespace."""
         for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
             space = self._new_spaces.popleft()
             for guard in self._shared:

@@ -1,7 +1,7 @@
 """Count, load and store the pages of one pool, by SGLang's hashes.
 
-SGLang counts or finds a request's pages first, so only the first lookup is a use. Errors are
-logged: the page is a miss or is not stored. Any thread.
+Only a request's first lookup is a use. Errors are logged: the page is a miss or is not stored. Any
+thread.
 """
 
 import logging

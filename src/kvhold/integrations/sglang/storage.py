@@ -1,7 +1,7 @@
 """Move pages between SGLang's host pools and the cache.
 
 Wrong arguments raise ValueError before any copy. A fault of the cache is a miss or an unstored
-page. `interface_v1: 1` saves one copy per direction.
+page.
 """
 
 import logging

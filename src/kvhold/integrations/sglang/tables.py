@@ -1,7 +1,4 @@
-"""The settings of SGLang 0.5.23 that name a namespace, and why the others do not.
-
-An unlisted field of a later version splits the cache.
-"""
+"""The settings of SGLang 0.5.23 that name a namespace, and why the others do not."""
 
 from kvhold.core.naming import Table
 

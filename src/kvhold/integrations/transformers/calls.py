@@ -1,7 +1,6 @@
 """Decide which calls the cache serves.
 
-A served call fills its cache with exactly the KV of the prompt's tokens at positions 0, 1, 2 ...;
-any other call goes to the model unchanged.
+A served call fills its cache with exactly the KV of the prompt's tokens at positions 0, 1, 2 ...
 """
 
 import copy

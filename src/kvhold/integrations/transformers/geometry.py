@@ -1,7 +1,6 @@
 """Find the shape of a model's KV: let the model fill a cache, and inspect it.
 
-The probe is two prompts with the same first token. If its KV differs, the model looks ahead. A
-model is refused unless its KV is one K and V per token and layer.
+The probe is two prompts with the same first token. If its KV differs, the model looks ahead.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Generate and forward with KV from the cache: `Reuse(model, cache)`.
 
 A prompt's last token is always computed, for its logits. The constructor raises errors; later
-faults of the cache are logged, and the model computes. One `Reuse` per thread.
+faults are logged, and the model computes. One `Reuse` per thread.
 """
 
 import logging
@@ -162,8 +162,8 @@ class Reuse:
 
         input_ids: [rows, tokens]
 
-        The output has the logits of the computed tokens: with `logits_to_keep=n` the last n; 0
-        computes all and loads nothing.
+        The output has the logits of the computed tokens, or of the last n with `logits_to_keep=n`;
+        0 loads nothing.
         """
         work = self._begin(forward_call(self.model, input_ids, options))
         if work is None:
@@ -322,7 +322,7 @@ class Reuse:
                 self._refused = looks, str(error)
                 raise
             self._copies_on = device
-        # later caches have equal rows, so their copy kernel is compiled now
+        # compile the copy kernel now: later caches have equal rows
         with device_errors():
             warm_up(device, [geometry.view(geometry.allocated(1, self._tokens_per_chunk))])
         self._looked_at = looks

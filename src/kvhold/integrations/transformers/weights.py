@@ -1,7 +1,7 @@
 """Identify a model's weights by their content.
 
 The first call reads all bytes. Later calls check each tensor's address, version counter and 16
-elements. A change through `.data` that misses these elements goes unnoticed. One thread at a time.
+elements. One thread at a time.
 """
 
 import logging

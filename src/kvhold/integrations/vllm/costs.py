@@ -1,8 +1,7 @@
 """Measure this engine's costs of computing and loading.
 
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
-in a step. Any thread may call `cost`, `compute_s` and `prepare`; only the scheduler's thread calls
-the rest.
+in a step. Any thread may call `cost`, `compute_s` and `prepare`; the scheduler's calls the rest.
 """
 
 import time

@@ -1,8 +1,8 @@
 """Describe vLLM's KV: groups, and each worker's shards.
 
 Blocks are opaque bytes; the packing's name identifies their arrangement. A shard is one worker's
-KV, or with `head_shards` a part of the worker's heads, for engines with other numbers of workers.
-Workers with equal KV (MLA, or fewer heads than workers) share a shard that one worker stores.
+KV, or with `head_shards` a part of the worker's heads. Workers with equal KV share a shard that one
+worker stores.
 """
 
 from collections.abc import Sequence
@@ -148,10 +148,7 @@ def drafts(config: "VllmConfig") -> bool:
 
 
 def looks_ahead(config: "VllmConfig") -> bool:
-    """Whether the drafter's KV of a token depends on the next one.
-
-    It may then be wrong in a hit's last block, which only costs accepted drafts.
-    """
+    """Whether the drafter's KV of a token depends on the next one."""
     return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
 
 

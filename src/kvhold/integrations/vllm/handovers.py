@@ -4,8 +4,8 @@
     handovers.wait_for(part, prompt)    # how long its lookup waits
     answer(part, request_id, tracker)   # at the end: parameters for the decode engine
 
-The protocols are those of vLLM's NixlConnector and of its p2p tier. Ids, hosts
-and block numbers of the parameters are neither read nor sent (docs/decisions/0037).
+Of the parameters of vLLM's NixlConnector and p2p tier, ids, hosts and block numbers are neither
+read nor sent (docs/decisions/0037).
 
 `wait_for` runs on the lookup thread, the rest on the scheduler's.
 """
@@ -140,7 +140,6 @@ def answer(part: HandoverPart, request_id: str, tracker: RequestTracker) -> dict
 
 
 def engine_fields(config: "VllmConfig") -> dict[str, Any]:
-    """Return the fields of an answer that are the same for all of an engine's requests."""
     parallel = config.parallel_config
     return {
         "remote_engine_id": config.kv_transfer_config.engine_id,

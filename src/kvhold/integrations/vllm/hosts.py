@@ -1,7 +1,7 @@
 """The hosts of an engine's workers.
 
 If the workers use several nodes, a worker of each other host must relay lookups to its node
-(`kvhold.node.span`). Otherwise the engine is refused.
+(`kvhold.node.span`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,10 +22,10 @@ _AUTO = "auto"
 
 @dataclass(frozen=True)
 class NodePlace(KVConnectorHandshakeMetadata):
-    """boot:     id of the host's last start
+    """boot:     of the host's last start
     folder:   device and inode of the socket's folder, to tell containers apart
     layout:   fingerprint of the worker's layout
-    facts:    identify the KV that the host's workers compute, such as weights
+    facts:    such as weights
     relay:    the worker's address; empty: none
     """
 

@@ -5,8 +5,6 @@ so a queued request pins nothing.
 
 A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
 miss. If the node is lost, a lookup waits for the next node, at most as long as computing takes.
-Chunks from lower tiers may take `client.arrival_timeout_s`, those of a prefill engine
-`client.handover_timeout_s`.
 """
 
 import logging

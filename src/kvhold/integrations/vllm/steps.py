@@ -36,7 +36,7 @@ class Load:
 class Store:
     """Copy chunks out of blocks, after the pass that completes them.
 
-    block_ids: for each part, the blocks of `names`; -1: freed by the engine
+    block_ids: for each part, the blocks of `names`; -1: freed
     last: the request has ended; its blocks are kept until the copy
     """
 

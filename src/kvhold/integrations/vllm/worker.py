@@ -1,11 +1,9 @@
 """Copy between the engine's blocks and the node's arena, in a worker's process.
 
 One thread loads while requests wait. A second one reserves memory for stores during a pass and
-reads the blocks right after it. The next pass waits for these reads, because it may reuse the
-blocks.
+reads the blocks right after it. The next pass, which may reuse the blocks, waits for these reads.
 
-vLLM computes the KV of failed loads, and all KV from the first damaged chunk on. A failed store is
-a later miss.
+vLLM computes the KV of failed loads, and all KV from the first damaged chunk on.
 """
 
 import logging
@@ -226,10 +224,7 @@ class WorkerSide:
             self._layerwise.wait(layer_name)
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention: copy the layer of completed chunks.
-
-        Chunks without memory yet are copied after the pass.
-        """
+        """After a layer's attention: copy the layer of completed chunks."""
         if self._layerwise is None:
             return
         for one in self._reserved:

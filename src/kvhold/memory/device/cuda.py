@@ -1,7 +1,7 @@
 """A `DeviceDriver` for NVIDIA GPUs. Needs cuda-bindings.
 
-Streams and events are torch's, shared with the engine. The CUDA driver copies many pieces in one
-call, and a failed registration leaves no error behind.
+Streams and events are torch's, shared with the engine. A failed registration leaves no error
+behind.
 """
 
 import ctypes

@@ -106,7 +106,6 @@ class PinnedArenas:
 
     @property
     def refusal(self) -> str | None:
-        """Why the device refuses to pin host memory, or None."""
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
@@ -157,9 +156,9 @@ class PinnedArenas:
     ) -> Iterator[Reach]:
         """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
-        Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block: the
-        device would refuse the copy. Raises DeviceError, and CapacityError if only a part is
-        pinned, or if the arena is being unpinned.
+        Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block.
+        Raises DeviceError, and CapacityError if only a part is pinned, or if the arena is being
+        unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)

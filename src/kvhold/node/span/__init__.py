@@ -1,7 +1,6 @@
 """An engine whose workers are on several hosts: one lookup asks each host's node.
 
-A node has only a Unix socket, so a worker of its host relays the lookups. Workers claim their own
-host's ticket.
+A node has only a Unix socket, so a worker of its host relays the lookups.
 """
 
 from kvhold.node.span.hosts import OtherHosts, OwnHost, RelayPlace

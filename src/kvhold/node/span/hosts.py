@@ -1,7 +1,7 @@
 """The hosts of a spanning engine, as its scheduler asks them.
 
-`OwnHost` asks the scheduler's node. `OtherHost` asks a relay, one request at a time. A host that is
-away, or silent for a call's deadline, counts as lost.
+`OwnHost` asks the scheduler's node, `OtherHost` a relay. A host that is away, or silent for a
+call's deadline, counts as lost.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """Lookups of an engine on several hosts.
 
 A hit is the part that all hosts have, pinned on all. Hosts with a longer hit are asked again for
-the shortest length until all are equal: a shorter prompt may need other chunks.
-
-A lost or cleared host is a miss. The others repeat the clear.
+the shortest length until all are equal: a shorter prompt may need other chunks. A lost or cleared
+host is a miss.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""Arrays of one length that grow without a copy, which would stop the loop for milliseconds.
-
-Each array has reserved addresses for 16 million items; only written pages use memory.
-"""
+"""Arrays of one length that grow without a copy, in reserved addresses for 16 million items."""
 
 import mmap
 from collections.abc import Sequence

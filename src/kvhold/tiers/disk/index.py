@@ -6,7 +6,7 @@
     index.finish(entry)  # its file was removed; or index.restore(entry): the removal failed
 
 `used_bytes` includes files being written, removed or read. An *orphan* is a file that could not be
-removed and that no entry refers to. These are never victims.
+removed and that no entry refers to.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence

@@ -1,7 +1,6 @@
 """The jobs of a disk's threads. A job stores its result in its attributes.
 
-An OSError in `run` becomes `fault`. `is_lost`: the folder is no longer in its place. With `stop`
-set, a job only cleans up.
+An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """The order of eviction with `policy = "learned"`: the row with the lowest worth first.
 
-The rows of one kind and value are one list; only its first row is compared. A row that was in no
-lookup counts as used when it was written, or at the start. One event loop.
+The rows of one kind and value are one list; only its first row is compared. One event loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -261,9 +261,8 @@ class DiskStore:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove values, after their replacements and evictions have ended.
+        """Remove values, durably even without `sync`, because a clear is forgotten after them.
 
-        The removals are durable even without `sync`, because a clear is forgotten after them.
         Raises TierIncomplete at the end if another file of a key could not be removed.
         """
         async with self._opener.use() as opened:

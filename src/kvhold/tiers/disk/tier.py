@@ -1,7 +1,7 @@
 """Values as files on this host's own disks.
 
-Rendezvous hashing of key and path chooses the disk: a dead disk loses only its own keys. An
-acknowledged put survives `kill -9`; with `sync=true`, also a power cut.
+Rendezvous hashing of key and path chooses the disk. An acknowledged put survives `kill -9`; with
+`sync=true`, also a power cut.
 """
 
 import asyncio

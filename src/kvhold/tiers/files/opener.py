@@ -1,6 +1,6 @@
 """Open a place once for many calls, and close it after the last one.
 
-`open` runs in its own task: a cancelled caller must not lose a lock that a thread has just taken.
+`open` runs in its own task: a cancelled caller must not lose a lock.
 """
 
 import asyncio

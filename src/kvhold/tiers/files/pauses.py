@@ -1,7 +1,4 @@
-"""Pauses of a thread that works on many files.
-
-Thousands of short system calls drop and retake the GIL, and starve the node's loop.
-"""
+"""Pauses of a thread that works on many files: system calls drop and retake the GIL."""
 
 import time
 from collections.abc import Iterable, Iterator

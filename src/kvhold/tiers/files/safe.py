@@ -1,8 +1,7 @@
 """Open folders and files that no other user can change.
 
 A safe folder belongs to this user or root, and others can neither write there nor replace it, a
-folder above or a symbolic link on the way. A safe file is a regular file of this user, with one
-name. `Unsafe` says how to repair the fault.
+folder above or a link on the way. A safe file is a regular file of this user, with one name.
 """
 
 import errno

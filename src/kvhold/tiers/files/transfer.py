@@ -1,7 +1,6 @@
 """Move bytes between a value's parts and one file, past the page cache where that is faster.
 
-O_DIRECT moves the leading bytes that are page-aligned in memory and in the file. The GIL is
-released.
+O_DIRECT moves the leading bytes that are page-aligned in memory and in the file.
 """
 
 import fcntl

@@ -96,7 +96,7 @@ def clock_ms() -> int:
 
 
 async def end_task(task: "asyncio.Task[None]") -> None:
-    """`asyncio.wait_for` of Python 3.11, which nats-py uses, may lose a cancellation."""
+    """Python 3.11's `wait_for`, which nats-py uses, may lose a cancellation."""
     while not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)

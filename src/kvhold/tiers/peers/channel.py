@@ -1,8 +1,7 @@
 """How chunks come from one peer's memory: by NIXL where that is faster, else over TCP.
 
-The peer lends chunks over a connection (`net/peers.py`), this node reads them from its arena into
-its own, and returns them. After any fault, chunks come over TCP; the channel is tried again after a
-pause, which grows. One event loop.
+The peer lends chunks over a connection (`net/peers.py`), this node reads them from its arena, and
+returns them. After any fault, chunks come over TCP for a while. One event loop.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ NOT_OFFERED = "the peer does not offer NIXL (its peers.channel)"
 NOT_WITH_TLS = "NIXL does not encrypt; with TLS, set peers.channel to nixl to use it"
 _NOT_YET = "it is being opened"
 _MOST_KEYS = 128  # of one read
-_LEAST_BYTES = 64 << 10  # less is faster over TCP: it needs no second trip
+_LEAST_BYTES = 64 << 10  # less is faster over TCP
 _PIECE_BYTES = 1 << 20  # of a sample
 _ROUNDS = 3
 _OPEN_S = 30.0
@@ -110,7 +109,7 @@ class PeerChannel:
         self._reason = plan.reason or _NOT_YET
 
     def follow(self, incarnation: int, *, is_offered: bool) -> None:
-        """Open it in the background for this start of the peer, unless that was tried already."""
+        """Open it in the background, unless that was tried already for this start of the peer."""
         if self.plan.memory is None or self.plan.reason or incarnation == self._incarnation:
             return
         self._shut(_NOT_YET if is_offered else NOT_OFFERED)
@@ -123,7 +122,7 @@ class PeerChannel:
             self._opening = asyncio.ensure_future(self._keep_trying(self.plan.memory))
 
     async def read(self, items: Sequence[Getting], *, timeout_s: float) -> list[Getting]:
-        """Read what the peer lends. Returns the items that are still to be got over TCP."""
+        """Read the lent items. Returns the others, to be got over TCP."""
         memory, offer, name = self.plan.memory, self._offer, self._name
         if memory is None or offer is None or memory.fault:
             return list(items)

@@ -2,7 +2,7 @@
 
 A host takes chunks only from a peer that has announced the same clears, or later ones. A number is
 larger than every known one of its prefix, and about the time in milliseconds at which memory was
-cleared: later clears, which also hold for chunks stored in between, have larger ones. Any thread.
+cleared. Any thread.
 """
 
 import threading

@@ -1,7 +1,6 @@
 """The peers that a tier follows now: those of its URL, or those that a directory lists.
 
-The chunks of an unlisted peer are not found, and leave the index after `forget_s`. One event loop,
-but for `status` and `own`.
+The chunks of an unlisted peer are not found. One event loop, but for `status` and `own`.
 """
 
 import asyncio

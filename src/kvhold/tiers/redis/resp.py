@@ -1,6 +1,6 @@
 """The part of the Redis protocol, version 2, that a tier needs. Replies are not trusted.
 
-An invalid reply raises ProtocolError and ends the stream's use.
+An invalid reply raises ProtocolError.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Send calls to their keys' servers, and follow keys that move.
 
 After a server's failure or a cancelled call, the topology is read again. A failed call is retried
-once, on another server.
+once.
 """
 
 import asyncio

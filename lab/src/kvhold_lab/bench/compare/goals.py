@@ -1,4 +1,4 @@
-"""Compute the goals from cells and rows. No I/O."""
+"""Compute the goals from cells and rows."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Make rows from cells: medians, and ratios within cells. No I/O."""
+"""Make rows from cells: medians, and ratios within cells."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

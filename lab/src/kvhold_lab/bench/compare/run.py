@@ -1,7 +1,6 @@
 """The rounds: every system gets the same prompts, in a changing order.
 
-A system that fails, or answers differently from "recompute", is dropped; with a strict plan it
-ends the run.
+A system that fails, or answers differently from "recompute", is dropped, or ends a strict run.
 """
 
 import random

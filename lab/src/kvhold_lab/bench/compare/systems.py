@@ -122,7 +122,7 @@ def started(
     """peer: file of the host-memory spec
     lmcache: Python of LMCache's environment, or why there is none
 
-    Raises EngineFailed for kvhold and baselines; with a strict plan, for any.
+    Raises EngineFailed.
     """
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,

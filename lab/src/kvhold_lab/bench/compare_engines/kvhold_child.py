@@ -21,7 +21,7 @@ from kvhold.node import connect
 if TYPE_CHECKING:
     from kvhold_lab.bench.compare_engines.child import ChildOptions, Layers
 
-_PATIENCE_S = 60.0  # cores may be busy: a late answer is slow, not an error
+_PATIENCE_S = 60.0  # cores may be busy
 _IDLE_EXIT_S = 20.0
 _COPY_THREADS = 2
 _SPARE_BYTES = 8 << 20

@@ -1,4 +1,4 @@
-"""Limits of a lower tier: the plainest program with equal values, in the same rounds."""
+"""Limits of a lower tier: the plainest program with equal values."""
 
 import mmap
 import time

@@ -1,7 +1,7 @@
 """How much stores and loads slow a decoding engine, by the device's clock.
 
 Windows of steps without and with copies alternate. A step stores as much as a prefill of 25,000
-tokens a second computes (Llama-3-8B: 16 MiB in 5 ms). Loads run as fast as they can.
+tokens a second computes (16 MiB in 5 ms). Loads run as fast as they can.
 """
 
 from collections import deque

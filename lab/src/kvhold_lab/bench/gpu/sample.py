@@ -1,7 +1,4 @@
-"""Blocks of one piece size, and an arena with the chunks of half of the blocks.
-
-Reservations and leases are kvhold's own, without a cache.
-"""
+"""Blocks of one piece size, and an arena with the chunks of half of the blocks, without a cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace

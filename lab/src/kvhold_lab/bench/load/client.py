@@ -31,7 +31,7 @@ _MOST_OF_A_PAGE = 64 << 20
 class Endpoint:
     """base_url: without a path, /v1 is added
     api_key: in no message and no repr
-    ignore_eos: request full length; servers other than vLLM and SGLang may refuse this
+    ignore_eos: request full length; other servers than vLLM and SGLang may refuse
     user_header: for the user's number, for routers
     timeout_s: for a whole answer
     """

@@ -1,4 +1,4 @@
-"""Make figures from results: times, rates, errors, and the gain of warm requests. No I/O."""
+"""Make figures from results: times, rates, errors, and the gain of warm requests."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Make rows from the results of several policies. No I/O.
+"""Make rows from the results of several policies.
 
 Intervals are of 95 %, by bootstrap; one user's requests are drawn together.
 """

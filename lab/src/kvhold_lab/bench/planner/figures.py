@@ -1,6 +1,4 @@
-"""From cells to a row: planning, always loading and always computing, in times divided by compute
-times. No I/O.
-"""
+"""From cells to a row: planning and always loading, in times divided by compute times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -162,7 +162,6 @@ class _Tally:
 
 
 def standard_error(lost: Sequence[int], asked: Sequence[int]) -> float:
-    """In points: the ratio estimator's, linearised, over contexts."""
     losses, sizes = np.array(lost, float), np.array(asked, float)
     apart = losses - sizes * (losses.sum() / sizes.sum())
     count = len(losses)

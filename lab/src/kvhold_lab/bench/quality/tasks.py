@@ -1,6 +1,6 @@
 """Questions whose answers are only in the context, so that wrong KV changes them.
 
-A context has pairs `key value` and runs `RUN key letter ...`. Some values are keys. Questions:
+A context has pairs `key value` and runs `RUN key letter ...`. Questions:
 
     LOOKUP key -> the token after that key
     HOP    key -> the value of the key that is this key's value

@@ -1,7 +1,7 @@
 """A node with a disk tier is killed while it stores and clears.
 
-After a restart, a prompt whose `flush` had returned must be a full hit with the right bytes, and
-the tier must count as many used bytes as the file system.
+After a restart, a prompt whose `flush` had returned must be a full hit, and the tier must count as
+many used bytes as the file system.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Nodes that serve each other, with random requests, while nodes are killed and the network fails.
+"""Nodes that serve each other, while nodes are killed and the network fails.
 
 At the end the network is whole, one node clears, and all nodes must be empty.
 """

@@ -1,6 +1,6 @@
 """Random prompts: they branch off earlier prompts, continue an answer, repeat, or are new.
 
-Half of the lengths are at or next to an edge of blocks and chunks.
+Half of the lengths are at or next to an edge of a block or chunk.
 """
 
 import random

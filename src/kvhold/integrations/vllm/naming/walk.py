@@ -1,7 +1,6 @@
 """Collect the facts of a vLLM engine: its configuration, except harmless fields.
 
-Only plain values can be named. Any other raises a LayoutError with its field, unless `share` leaves
-the field out.
+Only plain values can be named. Any other raises a LayoutError, unless `share` leaves the field out.
 """
 
 from pathlib import Path

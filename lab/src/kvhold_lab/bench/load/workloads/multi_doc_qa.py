@@ -1,6 +1,4 @@
-"""Several documents in each prompt: the gain of KV that is reused at another place. Blending
-recognises documents by the separator.
-"""
+"""Several documents in each prompt: the gain of KV that is reused at another place."""
 
 import random
 from collections.abc import Iterator

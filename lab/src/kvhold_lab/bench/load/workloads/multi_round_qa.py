@@ -14,7 +14,7 @@ class MultiRoundQA:
 
     ramp_up_s: until all first users are present; None: users / qps
     staggered: the first users begin at different rounds, with made-up earlier answers
-    duration_s: new users follow until then. None: only the first users, to their end
+    duration_s: new users follow until then. None: only the first users
     first_user: runs with different numbers have different histories
     """
 
