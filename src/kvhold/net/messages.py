@@ -336,7 +336,7 @@ class FoundLayout(Message, frozen=True):
 
 
 class Measure(Message, frozen=True):
-    """-> Measured"""
+    """-> MetricSamples"""
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
@@ -348,7 +348,7 @@ class MetricSample(msgspec.Struct, frozen=True, array_like=True):
     counts: tuple[int, ...] = ()
 
 
-class Measured(Message, frozen=True):
+class MetricSamples(Message, frozen=True):
     samples: list[MetricSample]
 
 
@@ -474,7 +474,7 @@ Answer = Union[  # noqa: UP007
     Happened,
     Report,
     FoundLayout,
-    Measured,
+    MetricSamples,
     ClientList,
     News,
     Done,

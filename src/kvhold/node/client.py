@@ -370,7 +370,7 @@ class NodeClient(WholePrompts):
         return answer.layout
 
     def measure(self, *, deadline_s: float | None = None) -> list[m.MetricSample]:
-        return self._call(m.Measure(), m.Measured, deadline_s).samples
+        return self._call(m.Measure(), m.MetricSamples, deadline_s).samples
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
         """deadline_s: per page"""

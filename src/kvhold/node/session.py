@@ -328,7 +328,7 @@ class Session:
         return m.NotFound() if layout is None else m.FoundLayout(layout)
 
     def _measure(self, request: m.Measure) -> m.Answer:
-        return m.Measured(self._node.measure())
+        return m.MetricSamples(self._node.measure())
 
     def _clients(self, request: m.Clients) -> m.Answer:
         return self._node.clients(request.first)
