@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvhold.control.advice import ACTIONS
 from kvhold.core.metrics import TABLE
 from kvhold.core.reasons import REASONS
 
@@ -126,3 +127,11 @@ def test_every_reason_to_refuse_a_client_is_named() -> None:
 def test_every_test_and_file_that_is_named_exists() -> None:
     for name in re.findall(r"`(tests/[\w/.]+)`", PAGE):
         assert (ROOT / name).exists(), name
+
+
+def test_the_dashboard_gives_the_same_advice() -> None:
+    page = rows("Why tokens are missed")
+    for reason, action in ACTIONS.items():
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page[reason][-1]).replace("`", "")
+        if reason not in ("whole", "never_stored"):
+            assert shown == action, reason

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kvhold
-from kvhold.core.metrics import TABLE, Metric, Metrics
+from kvhold.core.metrics import TABLE, Metric, Metrics, merged_samples
 
 SOURCES = Path(kvhold.__file__).parent
 
@@ -25,8 +25,9 @@ class TestTable:
         assert not metric.name.endswith("_total"), "exporters add what their system wants"
 
     def test_every_line_has_its_own_name(self) -> None:
-        text = (SOURCES / "core" / "metrics.py").read_text()
-        assert len(re.findall(r'^        Metric\(\s*"', text, re.MULTILINE)) == len(TABLE)
+        text = (SOURCES / "core" / "metrics_table.py").read_text()
+        lines = re.findall(r'^        Metric\(\s*"|^    \("kvhold_', text, re.MULTILINE)
+        assert len(lines) == len(TABLE)
         assert all(name == metric.name for name, metric in TABLE.items())
 
     def test_everything_that_is_counted_is_in_the_table(self) -> None:
@@ -125,3 +126,17 @@ class TestMetrics:
             with pytest.raises(KeyError):
                 call(name, **labels)
         assert metrics.as_dict() == {}
+
+
+def test_samples_of_several_threads_are_added() -> None:
+    one, two = Metrics(), Metrics()
+    for metrics, value in ((one, 0.001), (two, 0.3)):
+        metrics.add("kvhold_lookup_tokens", 5)
+        metrics.observe("kvhold_tier_seconds", value, tier="d", operation="get")
+    two.add("kvhold_stored_chunks")
+    found = {sample.metric.name: sample for sample in merged_samples([one, two])}
+    assert found.keys() == {"kvhold_lookup_tokens", "kvhold_tier_seconds", "kvhold_stored_chunks"}
+    assert found["kvhold_lookup_tokens"].value == 10
+    seconds = found["kvhold_tier_seconds"]
+    assert (seconds.counts[-1], round(seconds.value, 6)) == (2, 0.301)
+    assert seconds.counts[0] == 0 and seconds.counts[5] == 1

@@ -70,7 +70,7 @@ def test_one_is_described_by_as_many_digits_as_no_other_has(
     ):
         assert line in shown.splitlines()
     unknown = run(node, "00" if ONE.digest[0] and TWO.digest[0] else "ff")
-    assert unknown.exit_code == 1 and "no namespace" in unknown.output
+    assert unknown.exit_code == 1 and "no namespace" in str(unknown.exception)
 
 
 def test_two_are_compared_fact_by_fact(node: RunningNode, client: NodeClient) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.setting import apply
+from kvhold.net.addresses import split_address
 from kvhold.proxy.admission import Admission, ProxyOverloaded
-from kvhold.proxy.engines import EnginePool, ProxiedEngine, make_pools, split_address
+from kvhold.proxy.engines import EnginePool, ProxiedEngine, make_pools
 from kvhold.proxy.headers import answer_headers, request_headers
 from kvhold.proxy.prompts import KINDS, NotAnInference, read_fields, read_inference, session_of
 from kvhold.proxy.refusals import ProxyRefusal

@@ -15,6 +15,7 @@ from kvhold.core.errors import ConfigError, KVHoldError
 _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
     "proxy": ("kvhold.cli.proxy", "Run a proxy before prefill and decode engines."),
+    "control": ("kvhold.cli.control", "Run the HTTP API of this host's node."),
     "status": ("kvhold.cli.status", "Show the node's chunks, memory and counters."),
     "explain": ("kvhold.cli.explain", "Explain why a request's KV was loaded or computed."),
     "names": ("kvhold.cli.names", "List namespaces, and show why two engines share no KV."),
@@ -23,9 +24,12 @@ _COMMANDS = {
     "clients": ("kvhold.cli.clients", "List the node's clients and their holdings."),
     "peers": ("kvhold.cli.peers", "List the node's peers: followed ones and served ones."),
     "kick": ("kvhold.cli.kick", "End a client of the node."),
+    "lookup": ("kvhold.cli.lookup", "Show how much of a prompt is cached, and where."),
+    "clear": ("kvhold.cli.clear", "Forget the KV of a namespace, or all of it."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "List the kinds of tiers and their settings."),
     "doctor": ("kvhold.cli.doctor", "Test the node and each tier, and report faults."),
+    "migrate": ("kvhold.cli.migrate", "Translate LMCache's settings to kvhold's."),
     "size": ("kvhold.cli.size", "Show the size of a model's KV, and how many tokens fit."),
 }
 _LAB_COMMANDS = {

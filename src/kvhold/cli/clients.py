@@ -1,10 +1,10 @@
 import json
 
 import click
-import msgspec
 
 from kvhold.cli.connect import connect
 from kvhold.cli.options import socket_option
+from kvhold.control.rows import client_id, client_row
 from kvhold.core.sizes import format_size
 from kvhold.net.messages import ClientInfo
 
@@ -19,16 +19,9 @@ def command(socket: str | None, as_json: bool) -> None:
     with connect(socket, _OWN_NAME) as client:
         clients = [one for one in client.clients() if one.name != _OWN_NAME]
     if as_json:
-        click.echo(json.dumps([as_row(one) for one in clients], indent=2))
+        click.echo(json.dumps([client_row(one) for one in clients], indent=2))
     else:
         click.echo(as_table(clients))
-
-
-def as_row(client: ClientInfo) -> dict[str, object]:
-    row = msgspec.structs.asdict(client)
-    return {"id": name_of(client)} | {
-        name: value for name, value in row.items() if name != "number"
-    }
 
 
 def as_table(clients: list[ClientInfo]) -> str:
@@ -44,11 +37,6 @@ def as_table(clients: list[ClientInfo]) -> str:
             state += f", {format_size(one.pinned_bytes)} pinned for a device"
         held = f"{one.hits:6} {one.leases:6} {one.reservations:6} {format_size(one.nbytes):>10}"
         lines.append(
-            f"{name_of(one):6} {one.name:20.20} {one.pid:8} {one.silent_s:7.1f}s {held}  {state}"
+            f"{client_id(one):6} {one.name:20.20} {one.pid:8} {one.silent_s:7.1f}s {held}  {state}"
         )
     return "\n".join(lines)
-
-
-def name_of(client: ClientInfo) -> str:
-    """Return the client's ID: a letter and a number, unlike a process id."""
-    return f"c{client.number}"

@@ -2,9 +2,9 @@ import re
 
 import click
 
-from kvhold.cli.clients import name_of
 from kvhold.cli.connect import connect
 from kvhold.cli.options import socket_option
+from kvhold.control.rows import client_id
 from kvhold.core.errors import NodeError
 from kvhold.core.sizes import format_size
 from kvhold.net.messages import ClientInfo
@@ -32,7 +32,7 @@ def command(client: str, socket: str | None) -> None:
     if not ended:
         raise NodeError(f"the node has no client {client}; `kvhold clients` lists them")
     for one in ended:
-        click.echo(f"ended {name_of(one)} ({one.name}, pid {one.pid}){_what_is_left(one)}")
+        click.echo(f"ended {client_id(one)} ({one.name}, pid {one.pid}){_what_is_left(one)}")
 
 
 def _what_is_left(client: ClientInfo) -> str:

@@ -1,15 +1,15 @@
 import json
-import sys
 import time
 
 import click
 
 from kvhold.cli.connect import connect
 from kvhold.cli.options import json_option, socket_option
+from kvhold.control.rows import namespace_facts, namespace_row
 from kvhold.core.naming import unpack
 from kvhold.core.sizes import format_size
 from kvhold.net.messages import KnownSpace
-from kvhold.node import NodeClient
+from kvhold.node.namespaces import find_namespace
 
 _SHOWN = 16
 
@@ -35,13 +35,11 @@ def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
                 else _list(spaces, others, other_bytes)
             )
             return
-        chosen = [_find(client, digits) for digits in (one, two) if digits]
+        chosen = [find_namespace(client, digits) for digits in (one, two) if digits]
     facts = [unpack(space.description).facts for space in chosen]
     if not two:
         click.echo(
-            json.dumps(_space(chosen[0]) | {"facts": facts[0]}, indent=2)
-            if as_json
-            else _describe(chosen[0])
+            json.dumps(namespace_facts(chosen[0]), indent=2) if as_json else _describe(chosen[0])
         )
         return
     names = sorted(
@@ -53,7 +51,10 @@ def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(
             json.dumps(
-                {"namespaces": [_space(space) for space in chosen], "differences": differences},
+                {
+                    "namespaces": [namespace_row(space) for space in chosen],
+                    "differences": differences,
+                },
                 indent=2,
             )
         )
@@ -61,33 +62,10 @@ def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
         click.echo(_compare(chosen, differences))
 
 
-def _find(client: NodeClient, digits: str) -> KnownSpace:
-    spaces, _, _ = client.names(digits.lower()[:32])
-    if len(spaces) == 1:
-        return spaces[0]
-    what = (
-        f"{len(spaces)} namespaces begin with"
-        if spaces
-        else "the node knows of no namespace that begins with"
-    )
-    click.echo(f"kvhold: {what} {digits!r}; `kvhold names` lists them", err=True)
-    sys.exit(1)
-
-
-def _space(space: KnownSpace) -> dict[str, object]:
-    return {
-        "digest": space.digest.hex(),
-        "title": unpack(space.description).title,
-        "client": space.client,
-        "bytes": space.nbytes,
-        "at_s": space.at_s,
-    }
-
-
 def _list_json(spaces: list[KnownSpace], others: int, other_bytes: int) -> str:
     return json.dumps(
         {
-            "namespaces": [_space(space) for space in spaces],
+            "namespaces": [namespace_row(space) for space in spaces],
             "others": others,
             "other_bytes": other_bytes,
         },

@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.setting import apply, setting, size, unknown_setting
@@ -386,6 +387,7 @@ class Config:
     listen: ListenConfig = field(default_factory=ListenConfig)
     peers: ServePeersConfig = field(default_factory=ServePeersConfig)
     span: SpanConfig = field(default_factory=SpanConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
@@ -400,7 +402,7 @@ def load_config(
     config = Config()
     path = file or environ.get("KVHOLD_CONFIG")
     if path:
-        config = apply(config, _read(Path(path)), source=str(path))
+        config = apply(config, read_settings(Path(path)), source=str(path))
     config = apply(config, _from_environ(environ), source="environment", spell=_env_name)
     return apply(config, arguments or {}, source="arguments")
 
@@ -446,7 +448,8 @@ def _env_name(dotted: str) -> str:
     return _PREFIX + dotted.replace(".", "_").upper()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a TOML or YAML file. Raises ConfigError."""
     try:
         raw = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

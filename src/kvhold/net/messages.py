@@ -20,7 +20,7 @@ from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -325,6 +325,33 @@ class Report(Message, frozen=True):
     values: dict[str, Any]
 
 
+class FindLayout(Message, frozen=True):
+    """Of a namespace, by its digest. -> FoundLayout, or NotFound"""
+
+    namespace: bytes
+
+
+class FoundLayout(Message, frozen=True):
+    layout: Layout
+
+
+class Measure(Message, frozen=True):
+    """-> MetricSamples"""
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    """As `core.metrics.Sample`; name: of its metric"""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+    counts: tuple[int, ...] = ()
+
+
+class MetricSamples(Message, frozen=True):
+    samples: list[MetricSample]
+
+
 class Clients(Message, frozen=True):
     """-> ClientList"""
 
@@ -427,6 +454,8 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Snapshot,
     Events,
     Status,
+    FindLayout,
+    Measure,
     Clients,
     Kick,
     UseDevice,
@@ -444,6 +473,8 @@ Answer = Union[  # noqa: UP007
     ReencodeStatus,
     Happened,
     Report,
+    FoundLayout,
+    MetricSamples,
     ClientList,
     News,
     Done,

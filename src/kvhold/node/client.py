@@ -359,6 +359,19 @@ class NodeClient(WholePrompts):
         """Return the status, unchecked (see `check_status`)."""
         return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
 
+    def layout_of(self, namespace: bytes, *, deadline_s: float | None = None) -> Layout | None:
+        """Return a namespace's layout, by its digest; None: the node does not know it."""
+        link = self._current("layout_of")
+        answer = self._request(m.FindLayout(namespace), deadline_s, link)
+        if isinstance(answer, m.NotFound):
+            return None
+        if not isinstance(answer, m.FoundLayout):
+            raise self._misunderstood(answer, link)
+        return answer.layout
+
+    def measure(self, *, deadline_s: float | None = None) -> list[m.MetricSample]:
+        return self._call(m.Measure(), m.MetricSamples, deadline_s).samples
+
     def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
         """deadline_s: per page"""
         part = self._call(m.Clients(), m.ClientList, deadline_s)

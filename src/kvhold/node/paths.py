@@ -47,8 +47,19 @@ def lock_path(path: Path) -> Path:
 
 
 def clears_path(path: Path) -> Path:
-    """Return a file in `$XDG_STATE_HOME/kvhold`, named after the host: hosts may share a home."""
-    beside = Path(f"{path}.clears")
+    return _state_path(path, "clears", "pending clears are", "clears_file")
+
+
+def history_path(path: Path) -> Path:
+    return _state_path(path, "history", "the history is", "control.history_file")
+
+
+def _state_path(path: Path, kind: str, what: str, setting: str) -> Path:
+    """Return a file in `$XDG_STATE_HOME/kvhold`, named after the host: hosts may share a home.
+
+    what, setting: for a warning
+    """
+    beside = Path(f"{path}.{kind}")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     try:
         folder = (state if state.is_absolute() else Path.home() / ".local" / "state") / "kvhold"
@@ -57,22 +68,24 @@ def clears_path(path: Path) -> Path:
     if not _is_free_or_ours(folder):
         if folder != beside.parent:
             log.warning(
-                "%s cannot be used: pending clears are in %s, which a reboot may "
-                "remove; see clears_file",
+                "%s cannot be used: %s in %s, which a reboot may remove; see %s",
                 folder,
+                what,
                 beside,
+                setting,
             )
         return beside
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    return folder / f"{socket.gethostname()}-{digest}.clears"
+    return folder / f"{socket.gethostname()}-{digest}.{kind}"
 
 
 def watch_path(path: Path) -> Path:
     return Path(f"{path}.watch")
 
 
-def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
+def prepare_folder(path: Path, *, any_owner: bool = False, setting: str = "node.socket") -> None:
     """any_owner: others may change the folder
+    setting:   of the path, for errors
 
     Raises NodeError.
     """
@@ -81,16 +94,15 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
         os.close(open_folder(folder, any_owner=any_owner))
     except Unsafe as error:
         raise NodeError(
-            f"node.socket: {error}; or set node.any_owner=true, if nobody else can reach "
-            "that folder"
+            f"{setting}: {error}; or set node.any_owner=true, if nobody else can reach that folder"
         ) from None
     except OSError as error:
         raise NodeError(
-            f"node.socket: cannot make the folder {folder}: {error.strerror}; choose a "
+            f"{setting}: cannot make the folder {folder}: {error.strerror}; choose a "
             "place you can write"
         ) from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise NodeError(f"node.socket: cannot write to {folder}; choose a place you can write")
+        raise NodeError(f"{setting}: cannot write to {folder}; choose a place you can write")
 
 
 def open_beside(path: Path, flags: int) -> int:

@@ -44,8 +44,8 @@ class PeerThread:
         )
         self._tier: PeersTier | None = None
         self._publisher: PeerPublisher | None = None
-        self._metrics = Metrics()
-        self._server = PeerServer(config, source, self.feed, self._metrics, plan)
+        self.metrics = Metrics()
+        self._server = PeerServer(config, source, self.feed, self.metrics, plan)
         self._loop = loop or asyncio.new_event_loop()
         self._loop.call_soon(self.feed.start)
         self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
@@ -113,7 +113,7 @@ class PeerThread:
             "in_flight_bytes": self._server.budget.used,
             "peers": self._server.peers.status(self._server.budget.used_by),
             "refused": self._server.peers.status_of_refused(),
-            "counters": self._metrics.as_dict(),
+            "counters": self.metrics.as_dict(),
         }
 
     def _run(self) -> None:

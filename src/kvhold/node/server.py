@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
+from kvhold.core.metrics import merged_samples
 from kvhold.core.status import NodePeersStatus, NodeStatus, TiersStatus
 from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena, Region, Toucher, default_arena_bytes
@@ -42,7 +42,7 @@ from kvhold.node.paths import clears_path, socket_path
 from kvhold.node.pauses import collect_all, collect_young
 from kvhold.node.peer_thread import PeerThread
 from kvhold.node.requirements import requirements_of
-from kvhold.node.socket_lock import SocketLock, remove_stale
+from kvhold.node.socket_lock import SocketLock, bind_own
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 
 log = logging.getLogger(__name__)
@@ -242,6 +242,17 @@ class Node:
             ],
         }
 
+    def measure(self) -> list[m.MetricSample]:
+        sources = [self.metrics]
+        if self._tier_worker is not None:
+            sources += self._tier_worker.metrics
+        if self._peers is not None:
+            sources.append(self._peers.metrics)
+        return [
+            m.MetricSample(sample.metric.name, sample.labels, sample.value, sample.counts)
+            for sample in merged_samples(sources)
+        ]
+
     @property
     def peers_address(self) -> str:
         return "" if self._peers is None else self._peers.address
@@ -321,13 +332,9 @@ class Node:
             self._tier_worker.close(drain_timeout_s=self._config.drain_timeout_s)
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> Listener:
-        remove_stale(self.path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = bind_own(self.path)
         listener = Listener(sock, lambda: ClientConnection(self), self._refusal)
         try:
-            # before `bind`, so others can never connect; a umask would affect other threads
-            os.fchmod(sock.fileno(), 0o600)
-            sock.bind(str(self.path))
             listener.start(loop)
         except OSError as error:
             listener.close()

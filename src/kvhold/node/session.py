@@ -55,6 +55,8 @@ class SessionNode(Protocol):
 
     def status(self) -> NodeStatus: ...
 
+    def measure(self) -> list[m.MetricSample]: ...
+
     def stop(self) -> None: ...
 
     def clients(self, first: int) -> m.ClientList: ...
@@ -112,6 +114,8 @@ class Session:
             m.Snapshot: self._snapshot,
             m.Events: self._events,
             m.Status: self._report,
+            m.FindLayout: self._find_layout,
+            m.Measure: self._measure,
             m.Clients: self._clients,
             m.Kick: self._kick,
             m.UseDevice: self._use_device,
@@ -318,6 +322,13 @@ class Session:
 
     def _report(self, request: m.Status) -> m.Answer:
         return m.Report(dict(self._node.status()))
+
+    def _find_layout(self, request: m.FindLayout) -> m.Answer:
+        layout = self._state.layout_of(request.namespace)
+        return m.NotFound() if layout is None else m.FoundLayout(layout)
+
+    def _measure(self, request: m.Measure) -> m.Answer:
+        return m.MetricSamples(self._node.measure())
 
     def _clients(self, request: m.Clients) -> m.Answer:
         return self._node.clients(request.first)

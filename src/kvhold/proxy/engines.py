@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.proxy_config import ProxyConfig
+from kvhold.net.addresses import split_address
 
 Role = Literal["prefill", "decode"]
 
@@ -151,14 +152,3 @@ def _parse(role: Role, text: str, protocol: str) -> ProxiedEngine:
             )
         peer = split_address(options["p2p"], f"{where}: the option p2p of {url}")
     return ProxiedEngine(role, url, peer)
-
-
-def split_address(text: str, where: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        colon = ""
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{where}: {text!r} is not HOST:PORT (an IPv6 address in brackets)")
-    return host, int(port)

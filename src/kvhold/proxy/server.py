@@ -16,11 +16,11 @@ from aiohttp import web
 from kvhold.core.errors import UNDECODABLE, ConfigError
 from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.secrets import read_secret
-from kvhold.net.addresses import is_loopback
+from kvhold.net.addresses import is_loopback, split_address
 from kvhold.net.tls import server_context
 from kvhold.proxy.admission import Admission
 from kvhold.proxy.calls import EngineCalls
-from kvhold.proxy.engines import ProxiedEngine, make_pools, split_address
+from kvhold.proxy.engines import ProxiedEngine, make_pools
 from kvhold.proxy.forwarding import Forwarder
 from kvhold.proxy.front import Front, ProxyExchange, ProxyKeys
 from kvhold.proxy.headers import Headers

@@ -152,10 +152,15 @@ class TierWorker:
             }
             for of_tier, coding in zip(self._stack.status(), self._codings, strict=True)
         ]
-        counters = self._metrics.as_dict()
-        if (peers_tier := self.peers_tier) is not None:
-            counters |= peers_tier.metrics.as_dict()
+        counters: dict[str, float] = {}
+        for metrics in self.metrics:
+            counters |= metrics.as_dict()
         return {"tiers": tiers, "tier_counters": counters}
+
+    @property
+    def metrics(self) -> list[Metrics]:
+        peers_tier = self.peers_tier
+        return [self._metrics] if peers_tier is None else [self._metrics, peers_tier.metrics]
 
     def _is_ready(self, codec: str) -> bool:
         return codec not in self._compiling or self._compiling[codec].done()

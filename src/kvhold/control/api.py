@@ -1,0 +1,347 @@
+"""The API's operations: a checked call in, a value for JSON out. No HTTP."""
+
+import time
+from http import HTTPStatus
+from typing import Annotated, TypedDict
+
+import msgspec
+
+from kvhold.control.advice import ReasonRow, reason_rows
+from kvhold.control.history import HistoryAnswer
+from kvhold.control.jobs import JobRequest, JobRow, Jobs
+from kvhold.control.node import ControlledNode
+from kvhold.control.pins import PinRequest, PinRow, PromptPins
+from kvhold.control.recorder import Recorder
+from kvhold.control.refusals import ControlRefusal
+from kvhold.control.rows import (
+    ClientRow,
+    NamespaceFacts,
+    NamespaceRow,
+    client_row,
+    namespace_facts,
+    namespace_row,
+)
+from kvhold.core.keys import NAMESPACE_BYTES, Namespace, Query
+from kvhold.core.planning import MOST_NAME, Decision
+from kvhold.core.status import NodeStatus, check_status
+from kvhold.node import NodeClient
+from kvhold.node.namespaces import find_digest, find_namespace, namespace_for_prompts
+
+_MOST_FLUSH_S = 60.0
+_MOST_TTL_S = 7 * 86400.0
+_PATIENCE_S = 1.0  # for lower tiers
+
+
+class ClearOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to forget, in memory and on all writable tiers: either of the two.
+
+    namespace: the first digits of its digest
+    all:       everything
+    """
+
+    namespace: str = ""
+    all: bool = False
+
+
+class KickOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which clients to end: one by its ID such as c12, or all of one process.
+
+    client: its ID
+    pid:    of the process
+    """
+
+    client: str = ""
+    pid: int = 0
+
+
+class FlushOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """timeout_s: how long to wait for the writes to the tiers; at most 60"""
+
+    timeout_s: float = 10.0
+
+
+class ReencodeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which chunks to re-encode.
+
+    tier:      its name, as in the status
+    codec:     the new one
+    namespace: the first digits of the only namespace's digest; empty: all that the node knows
+    """
+
+    tier: str
+    codec: str
+    namespace: str = ""
+
+
+class PromptOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt.
+
+    namespace: the first digits of its digest
+    tokens:    the prompt's tokens
+    """
+
+    namespace: str
+    tokens: list[int]
+
+
+class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
+    """A prompt to pin.
+
+    ttl_s: how long; at most a week
+    owner: who asks for it
+    """
+
+    ttl_s: float = 600.0
+    owner: Annotated[str, msgspec.Meta(max_length=100)] = ""
+
+
+class CachedAnswer(TypedDict):
+    """What is cached of a prompt.
+
+    num_tokens: tokens, from its start
+    sources:    tokens by place: ram, or a tier
+    arriving:   more may be on lower tiers, which take longer to answer
+    reason:     why the hit ends there; null: more may come
+    """
+
+    num_tokens: int
+    sources: dict[str, int]
+    arriving: bool
+    reason: str | None
+
+
+class PrefetchAnswer(TypedDict):
+    """begun: chunks are loaded from lower tiers in the background"""
+
+    begun: bool
+
+
+class PinsAnswer(TypedDict):
+    """pins: the oldest first"""
+
+    pins: list[PinRow]
+
+
+class ReasonsAnswer(TypedDict):
+    """reasons: for misses"""
+
+    reasons: list[ReasonRow]
+
+
+class HealthAnswer(TypedDict):
+    """status: live, ready or no_node"""
+
+    status: str
+
+
+class ClientsAnswer(TypedDict):
+    """clients: by number"""
+
+    clients: list[ClientRow]
+
+
+class NamespacesAnswer(TypedDict):
+    """What the node knows of namespaces.
+
+    namespaces:  those that engines registered
+    others:      of requests with an adapter, a salt or tags, or of earlier engines
+    other_bytes: arena bytes of the others' chunks
+    """
+
+    namespaces: list[NamespaceRow]
+    others: int
+    other_bytes: int
+
+
+class DecisionsAnswer(TypedDict):
+    """decisions: about lookups, the latest first"""
+
+    decisions: list[Decision]
+
+
+class ClearAnswer(TypedDict):
+    """chunks: removed from memory; tiers remove theirs in the background"""
+
+    chunks: int
+
+
+class FlushAnswer(TypedDict):
+    """done: all was written or given up in time"""
+
+    done: bool
+
+
+class JobsAnswer(TypedDict):
+    """jobs: the latest first"""
+
+    jobs: list[JobRow]
+
+
+class StopAnswer(TypedDict):
+    """stopped: the node ends"""
+
+    stopped: bool
+
+
+class ControlApi:
+    """Each method raises ControlRefusal."""
+
+    def __init__(
+        self, node: ControlledNode, recorder: Recorder | None, max_pinned_bytes: int
+    ) -> None:
+        """recorder: None: no history"""
+        self._node = node
+        self._recorder = recorder
+        self._jobs = Jobs(node)
+        self._pins = PromptPins(node, max_pinned_bytes)
+
+    async def live(self) -> HealthAnswer:
+        return {"status": "live"}
+
+    async def ready(self) -> HealthAnswer:
+        await self._node.call(lambda client: client.ping())
+        return {"status": "ready"}
+
+    async def status(self) -> NodeStatus:
+        return await self._node.call(lambda client: check_status(client.status()))
+
+    async def clients(self) -> ClientsAnswer:
+        found = await self._node.call(lambda client: client.clients())
+        return {"clients": [client_row(one) for one in found]}
+
+    async def kick(self, request: KickOrder) -> ClientsAnswer:
+        number = _client_number(request)
+        ended = await self._node.call(
+            lambda client: client.kick(number=number) if number else client.kick(pid=request.pid)
+        )
+        if not ended:
+            raise ControlRefusal(HTTPStatus.NOT_FOUND, "no_client", "the node has no such client")
+        return {"clients": [client_row(one) for one in ended]}
+
+    async def namespaces(self, prefix: str = "") -> NamespacesAnswer:
+        spaces, others, other_bytes = await self._node.call(
+            lambda client: client.names(prefix.lower()[: 2 * NAMESPACE_BYTES])
+        )
+        return {
+            "namespaces": [namespace_row(space) for space in spaces],
+            "others": others,
+            "other_bytes": other_bytes,
+        }
+
+    async def namespace(self, digest: str) -> NamespaceFacts:
+        return namespace_facts(await self._node.call(lambda client: find_namespace(client, digest)))
+
+    async def decisions(self, request: str = "") -> DecisionsAnswer:
+        found = await self._node.call(lambda client: client.explain(request[:MOST_NAME]))
+        return {"decisions": found}
+
+    async def history(
+        self, metrics: str = "kvhold_hit_tokens,kvhold_missed_tokens", since_s: str = "3600"
+    ) -> HistoryAnswer:
+        if self._recorder is None:
+            raise ControlRefusal(
+                HTTPStatus.NOT_FOUND, "no_history", "control.history_interval_s is 0"
+            )
+        return await self._recorder.read(metrics, since_s)
+
+    async def reasons(self) -> ReasonsAnswer:
+        return {"reasons": reason_rows()}
+
+    async def lookup(self, order: PromptOrder) -> CachedAnswer:
+        """The chunks do not count as used."""
+        _, query = await self._prompt(order)
+
+        def look(client: NodeClient) -> CachedAnswer:
+            with client.lookup(query, uses="none", wait_s=_PATIENCE_S) as hit:
+                return {
+                    "num_tokens": hit.num_tokens,
+                    "sources": dict(hit.sources),
+                    "arriving": hit.arriving,
+                    "reason": None if hit.reason is None else str(hit.reason),
+                }
+
+        return await self._node.call(look)
+
+    async def prefetch(self, order: PromptOrder) -> PrefetchAnswer:
+        _, query = await self._prompt(order)
+        await self._node.call(lambda client: client.prefetch(query))
+        return {"begun": True}
+
+    async def pin(self, order: PinOrder) -> PinRow:
+        if not 0 < order.ttl_s <= _MOST_TTL_S:
+            raise _bad(f"ttl_s = {order.ttl_s:g}: must be above 0, and at most {_MOST_TTL_S:g}")
+        namespace, query = await self._prompt(order)
+        return await self._pins.pin(PinRequest(namespace, query, order.owner, order.ttl_s))
+
+    async def pins(self) -> PinsAnswer:
+        return {"pins": await self._pins.rows()}
+
+    async def unpin(self, number: int) -> PinRow:
+        return await self._pins.unpin(number)
+
+    async def _prompt(self, order: PromptOrder) -> tuple[Namespace, Query]:
+        namespace = await self._node.call(
+            lambda client: namespace_for_prompts(client, order.namespace)
+        )
+        try:
+            prompt = namespace.prompt(order.tokens)
+        except ValueError as error:
+            raise _bad(f"tokens: {error}") from None
+        return namespace, prompt.query()
+
+    async def clear(self, request: ClearOrder) -> ClearAnswer:
+        if bool(request.namespace) == request.all:
+            raise _bad('give either "namespace" or "all": true')
+        removed = await self._node.call(
+            lambda client: client.clear(
+                find_digest(client, request.namespace) if request.namespace else None
+            )
+        )
+        return {"chunks": removed}
+
+    async def flush(self, request: FlushOrder) -> FlushAnswer:
+        if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
+            raise _bad(f"timeout_s = {request.timeout_s:g}: must be from 0 to {_MOST_FLUSH_S:g}")
+        until_s = time.monotonic() + request.timeout_s
+        return {
+            "done": await self._node.call(
+                lambda client: client.flush(deadline_s=max(0.0, until_s - time.monotonic()))
+            )
+        }
+
+    async def reencode(self, request: ReencodeOrder) -> JobRow:
+        namespace = None
+        if request.namespace:
+            namespace = await self._node.call(lambda client: find_digest(client, request.namespace))
+        return await self._jobs.begin(JobRequest(request.tier, request.codec, namespace))
+
+    async def jobs(self) -> JobsAnswer:
+        return {"jobs": await self._jobs.rows()}
+
+    async def job(self, number: int) -> JobRow:
+        return await self._jobs.row(number)
+
+    async def cancel(self, number: int) -> JobRow:
+        return await self._jobs.cancel(number)
+
+    async def stop(self) -> StopAnswer:
+        await self._node.call(lambda client: client.stop_node())
+        return {"stopped": True}
+
+
+def _client_number(request: KickOrder) -> int:
+    """0: of a process."""
+    if bool(request.client) == bool(request.pid):
+        raise _bad('give either "client" or "pid"')
+    if not request.client:
+        if not 0 < request.pid < 1 << 31:
+            raise _bad(f"pid = {request.pid}: not a process id")
+        return 0
+    digits = request.client.removeprefix("c")
+    if digits == request.client or not digits.isascii() or not digits.isdigit():
+        raise _bad(f"client {request.client[:16]!r}: not an ID such as c12")
+    return int(digits[:10])
+
+
+def _bad(detail: str) -> ControlRefusal:
+    return ControlRefusal(HTTPStatus.BAD_REQUEST, "bad_request", detail)

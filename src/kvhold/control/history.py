@@ -1,0 +1,174 @@
+"""The past of the metrics, on disk and bounded, for the dashboard.
+
+    history.add(now_s, run, samples)
+    history.read(["kvhold_hit_tokens"], since_s=3600)   # increments of counters, values of gauges
+
+Samples are kept for six hours, and sums of five minutes for 30 days.
+"""
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from kvhold.core.errors import ConfigError
+from kvhold.core.metrics import TABLE
+from kvhold.net.messages import MetricSample
+
+log = logging.getLogger(__name__)
+
+_FINE, _COARSE = 0, 1
+_FINE_S = 6 * 3600
+_COARSE_STEP_S, _COARSE_S = 300, 30 * 86400
+_PRUNE_EVERY = 60  # samples
+_MOST_SERIES = 1000
+_MOST_POINTS = 300
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS series (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE IF NOT EXISTS points (
+    level INTEGER, series INTEGER, at INTEGER, value REAL, PRIMARY KEY (level, series, at)
+) WITHOUT ROWID;
+"""
+
+
+class HistoryAnswer(TypedDict):
+    """Values over time.
+
+    step_s: seconds between two columns
+    at_s:   Unix time at which each column begins
+    series: by metric with its labels: increments of a counter, means of a gauge; null: unknown
+    """
+
+    step_s: int
+    at_s: list[int]
+    series: dict[str, list[float | None]]
+
+
+class History:
+    """One thread at a time."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Raises ConfigError: the file cannot be used."""
+        self._path = path
+        self._clock = clock
+        self._run = ""
+        self._last: dict[str, float] = {}
+        self._adds = 0
+        try:
+            self._database = self._open()
+        except sqlite3.DatabaseError as error:
+            log.warning("%s is damaged (%s): begun anew; the old one ends in .damaged", path, error)
+            path.replace(path.with_suffix(".damaged"))
+            self._database = self._open()
+        self._ids = {
+            name: number for number, name in self._database.execute("SELECT id, name FROM series")
+        }
+
+    def add(self, at_s: float, run: str, samples: Iterable[MetricSample]) -> None:
+        """run: of the node; another one's counters begin at 0"""
+        counters, gauges = self._changes(run, samples)
+        at = int(at_s)
+        coarse = at - at % _COARSE_STEP_S
+        with self._database:
+            for values, fold in ((counters, "value + excluded.value"), (gauges, "excluded.value")):
+                rows = [(self._id(name), value) for name, value in values.items()]
+                known = [(number, value) for number, value in rows if number is not None]
+                for level, when in ((_FINE, at), (_COARSE, coarse)):
+                    self._database.executemany(
+                        "INSERT INTO points VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                        f"value = {fold}",
+                        [(level, number, when, value) for number, value in known],
+                    )
+            self._adds += 1
+            if self._adds % _PRUNE_EVERY == 1:
+                self._prune()
+
+    def read(self, metrics: Sequence[str], since_s: float) -> HistoryAnswer:
+        now = int(self._clock())
+        level = _FINE if since_s <= _FINE_S else _COARSE
+        least = 1 if level == _FINE else _COARSE_STEP_S
+        step = max(least, -(-int(since_s) // _MOST_POINTS))
+        step = -(-step // least) * least
+        first = (now - int(since_s)) // step * step
+        columns = list(range(first, now + 1, step))
+        series: dict[str, list[float | None]] = {}
+        for name, number in sorted(self._ids.items()):
+            metric = name.partition("{")[0]
+            if metric not in metrics:
+                continue
+            fold = "SUM" if TABLE[metric].kind == "counter" else "AVG"
+            found = dict(
+                self._database.execute(
+                    f"SELECT at / ? * ?, {fold}(value) FROM points "
+                    "WHERE level = ? AND series = ? AND at >= ? GROUP BY 1",
+                    (step, step, level, number, first),
+                ).fetchall()
+            )
+            if found:
+                series[name] = [found.get(at) for at in columns]
+        return {"step_s": step, "at_s": columns, "series": series}
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _open(self) -> sqlite3.Connection:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            os.close(os.open(self._path, flags, 0o600))
+        except OSError as error:
+            raise ConfigError(
+                f"control.history_file: cannot use {self._path}: {error.strerror}"
+            ) from None
+        database = sqlite3.connect(self._path, check_same_thread=False)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.executescript(_SCHEMA)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _changes(
+        self, run: str, samples: Iterable[MetricSample]
+    ) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        is_first, is_same = not self._run, run == self._run
+        last, self._last, self._run = self._last if is_same else {}, {}, run
+        counters, gauges = {}, {}
+        for sample in samples:
+            metric = TABLE.get(sample.name)
+            if metric is None or metric.kind == "histogram":
+                continue
+            name = _flat(sample.name, metric.labels, sample.labels)
+            if metric.kind == "gauge":
+                gauges[name] = sample.value
+                continue
+            self._last[name] = sample.value
+            if not is_first:  # else it counts since the node's start
+                counters[name] = max(0.0, sample.value - last.get(name, 0.0))
+        return counters, gauges
+
+    def _id(self, name: str) -> int | None:
+        if name not in self._ids:
+            if len(self._ids) >= _MOST_SERIES:
+                return None
+            added = self._database.execute("INSERT INTO series (name) VALUES (?)", (name,))
+            assert added.lastrowid is not None
+            self._ids[name] = added.lastrowid
+        number: int = self._ids[name]
+        return number
+
+    def _prune(self) -> None:
+        now = int(self._clock())
+        for level, kept_s in ((_FINE, _FINE_S), (_COARSE, _COARSE_S)):
+            self._database.execute(
+                "DELETE FROM points WHERE level = ? AND at < ?", (level, now - kept_s)
+            )
+
+
+def _flat(name: str, labels: Sequence[str], values: Sequence[str]) -> str:
+    pairs = ",".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
+    return f"{name}{{{pairs}}}" if pairs else name

@@ -1,0 +1,97 @@
+"""Writes the node's metrics to the history, at intervals."""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from pathlib import Path
+
+from kvhold.control.exposition import state_samples
+from kvhold.control.history import History, HistoryAnswer
+from kvhold.control.node import ControlledNode
+from kvhold.control.refusals import ControlRefusal
+from kvhold.core.metrics import TABLE
+from kvhold.core.status import NodeStatus, check_status
+from kvhold.net.messages import MetricSample
+from kvhold.node import NodeClient
+from kvhold.node.paths import prepare_folder
+
+log = logging.getLogger(__name__)
+
+_MOST_SINCE_S = 30 * 86400.0
+_SAME_S = 2.0
+
+
+class Recorder:
+    """One event loop, and a thread for the file."""
+
+    def __init__(self, node: ControlledNode, path: Path, interval_s: float) -> None:
+        self._node = node
+        self._path = path
+        self._interval_s = interval_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvhold-history")
+        self._history: History | None = None
+        self._runs = 0
+        self._last: tuple[int, float] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Raises ConfigError, NodeError: the file cannot be used."""
+        prepare_folder(self._path, setting="control.history_file")
+        self._history = History(self._path)
+        self._task = asyncio.get_running_loop().create_task(self._run(self._history))
+
+    async def read(self, metrics: str, since_s: str) -> HistoryAnswer:
+        """metrics: names, with commas. Raises ControlRefusal."""
+        names = metrics.split(",")
+        if unknown := [name for name in names if name not in TABLE]:
+            raise _bad(f"metrics: there is no metric {unknown[0][:40]!r}")
+        try:
+            seconds = float(since_s)
+        except ValueError:
+            seconds = 0.0
+        if not 1 <= seconds <= _MOST_SINCE_S:
+            raise _bad(f"since_s = {since_s[:20]!r}: must be from 1 to {_MOST_SINCE_S:.0f}")
+        assert self._history is not None, "not started"
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._history.read, names, seconds
+        )
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        self._thread.shutdown()
+        if self._history is not None:
+            self._history.close()
+
+    async def _run(self, history: History) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                status, samples = await self._node.call(state_and_samples)
+                run = self._run_of(status)
+                all_samples = [*state_samples(status), *samples]
+                await loop.run_in_executor(self._thread, history.add, time.time(), run, all_samples)
+            except ControlRefusal as refusal:
+                log.debug("no sample: %s", refusal)
+            except Exception:
+                log.exception("a sample was not written")
+            await asyncio.sleep(self._interval_s)
+
+    def _run_of(self, status: NodeStatus) -> str:
+        """Tell runs of the node apart by process and start, on a clock that never jumps."""
+        pid, began_s = status["pid"], time.monotonic() - status["uptime_s"]
+        if self._last is None or self._last[0] != pid or abs(self._last[1] - began_s) > _SAME_S:
+            self._runs += 1
+            self._last = pid, began_s
+        return str(self._runs)
+
+
+def state_and_samples(client: NodeClient) -> tuple[NodeStatus, list[MetricSample]]:
+    return check_status(client.status()), client.measure()
+
+
+def _bad(detail: str) -> ControlRefusal:
+    return ControlRefusal(HTTPStatus.BAD_REQUEST, "bad_request", detail)

@@ -1,0 +1,90 @@
+"""What the node knows, as rows for JSON. The commands print the same ones."""
+
+from typing import TypedDict, cast
+
+import msgspec
+
+from kvhold.core.naming import unpack
+from kvhold.net.messages import ClientInfo, KnownSpace
+
+
+class ClientRow(TypedDict):
+    """A client of the node.
+
+    id:           such as c12
+    name:         such as vllm
+    pid:          of its process
+    alive:        its process runs
+    silent_s:     seconds since its latest message
+    hits:         hits that it holds
+    leases:       leases that it holds
+    reservations: reservations that it holds
+    nbytes:       arena bytes in its leases and reservations
+    ended:        it was ended and is still connected
+    device:       a device copies for it
+    pinned_bytes: arena bytes registered with the device
+    """
+
+    id: str
+    name: str
+    pid: int
+    alive: bool
+    silent_s: float
+    hits: int
+    leases: int
+    reservations: int
+    nbytes: int
+    ended: bool
+    device: bool
+    pinned_bytes: int
+
+
+class NamespaceRow(TypedDict):
+    """A namespace that an engine registered.
+
+    digest: in hexadecimal digits
+    title:  in words
+    client: the engine's name
+    bytes:  arena bytes of its chunks
+    at_s:   Unix time of its registration
+    """
+
+    digest: str
+    title: str
+    client: str
+    bytes: int
+    at_s: float
+
+
+class NamespaceFacts(NamespaceRow):
+    """A namespace, and what it is made of.
+
+    facts: by name
+    """
+
+    facts: dict[str, str]
+
+
+def client_id(client: ClientInfo) -> str:
+    """Return a letter and a number, unlike a process id."""
+    return f"c{client.number}"
+
+
+def client_row(client: ClientInfo) -> ClientRow:
+    fields = msgspec.structs.asdict(client)
+    del fields["number"]
+    return cast(ClientRow, {"id": client_id(client)} | fields)
+
+
+def namespace_row(space: KnownSpace) -> NamespaceRow:
+    return {
+        "digest": space.digest.hex(),
+        "title": unpack(space.description).title,
+        "client": space.client,
+        "bytes": space.nbytes,
+        "at_s": space.at_s,
+    }
+
+
+def namespace_facts(space: KnownSpace) -> NamespaceFacts:
+    return {**namespace_row(space), "facts": dict(unpack(space.description).facts)}

@@ -1,0 +1,56 @@
+"""The settings of `kvhold control`: the section `control`, or the variables `KVHOLD_CONTROL_*`."""
+
+from dataclasses import dataclass
+
+from kvhold.core.setting import setting, size
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """The HTTP API of this host's node."""
+
+    listen: str = setting(
+        "127.0.0.1:7780",
+        "HOST:PORT of the API; beyond the loopback interface, it needs a token, and TLS unless "
+        "control.insecure allows clear text. Empty: only the Unix socket",
+    )
+    socket: str = setting(
+        "",
+        "path of the API's Unix socket, which only this user can open and which needs no token; "
+        "empty: control.sock beside the node's socket",
+    )
+    read_token_file: str = setting(
+        "",
+        "file with the token of the role read. Empty: on the loopback interface, every user of "
+        "this host may read",
+    )
+    operate_token_file: str = setting("", "file with the token of the role operate")
+    administer_token_file: str = setting("", "file with the token of the role administer")
+    tls_cert: str = setting("", "PEM file of the API's certificate; clients must then use TLS")
+    tls_key: str = setting(
+        "", "PEM file of the certificate's key; empty: the key is in control.tls_cert"
+    )
+    tls_client_ca: str = setting(
+        "", "PEM file of the authorities that sign clients' certificates (mTLS)"
+    )
+    insecure: bool = setting(
+        False, "listen beyond loopback without TLS: others on the network can read the tokens"
+    )
+    node_timeout_s: float = setting(
+        5.0, "how long a request waits for the node's answer", minimum=0.01
+    )
+    max_running: int = setting(
+        8, "requests to the node at once; as many again wait, and more are refused", minimum=1
+    )
+    max_body_bytes: int = size(16 << 20, "larger requests are refused with status 413")
+    history_file: str = setting(
+        "",
+        "file for the past of the metrics, at most some 100 MB; empty: one for this node in "
+        "$XDG_STATE_HOME/kvhold",
+    )
+    history_interval_s: float = setting(
+        10.0, "seconds between two samples of the metrics; 0: no history", minimum=0
+    )
+    max_pinned_bytes: int = size(
+        0, "most bytes of chunks that the API pins; 0: a quarter of the node's memory"
+    )

@@ -1,0 +1,212 @@
+"""Who may do what through the API; and what is refused changes nothing."""
+
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvhold.control.access import Access, ControlRole
+from kvhold.control.routes import ROUTES
+from kvhold.core.control_config import ControlConfig
+from kvhold.core.errors import ConfigError, NodeError
+from kvhold.core.setting import apply
+from kvhold.testing.cache import a_prompt, store
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.certificates import Certificates, make_certificates
+from tests.control.running import running_control
+from tests.node.nodes import SPACE, RunningNode
+
+TOKENS = {"read": "t-read", "operate": "t-operate", "administer": "t-administer"}
+RANK = {"": 0, "read": 1, "operate": 2, "administer": 3}
+BODIES: dict[str, Any] = {
+    "kick": {"client": "c9999"},
+    "clear": {"namespace": "0" * 32},
+    "flush": {"timeout_s": 0},
+    "reencode": {"tier": "none", "codec": "raw"},
+    "lookup": {"namespace": "00", "tokens": []},
+    "prefetch": {"namespace": "00", "tokens": []},
+    "pin": {"namespace": "00", "tokens": []},
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """The settings of three tokens."""
+    settings = {}
+    for role, token in TOKENS.items():
+        path = tmp_path / role
+        path.write_text(token + "\n")
+        path.chmod(0o600)
+        settings[f"{role}_token_file"] = str(path)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    try:
+        return make_certificates(tmp_path_factory.mktemp("certificates"))
+    except NotInstalled as error:
+        pytest.skip(str(error))
+
+
+def bearer(role: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {TOKENS[role]}"} if role else {}
+
+
+async def test_each_role_may_do_what_its_row_says_and_no_more(
+    node: RunningNode, files: dict[str, str]
+) -> None:
+    async with running_control(node.path, **files) as control:
+        for role, rank in RANK.items():
+            for route in ROUTES:
+                if route.name == "stop" and rank == RANK["administer"]:
+                    continue  # it would
+                path = route.path.replace("{digest}", "00").replace("{number}", "7")
+                status, answer = await control.ask(
+                    route.method, path, BODIES.get(route.name), bearer(role)
+                )
+                refused = rank < int(route.role)
+                assert (status in (401, 403)) == refused, (role, route.path, answer)
+                if refused:
+                    assert status == (403 if role else 401)
+            status, _ = await control.ask("GET", "/metrics", headers=bearer(role))
+            assert status == (200 if rank else 401)
+        assert (await control.ask("GET", "/health/ready"))[0] == 200
+
+
+async def test_to_clear_everything_takes_the_highest_role(
+    node: RunningNode, files: dict[str, str]
+) -> None:
+    client, prompt = node.client(), a_prompt(SPACE, 64)
+    client.register(SPACE)
+    store(client, prompt)
+    async with running_control(node.path, **files) as control:
+        for role in ("", "read", "operate"):
+            status, _ = await control.ask("POST", "/v1/clear", {"all": True}, bearer(role))
+            assert status == (403 if role else 401)
+        with client.lookup(prompt.query()) as hit:
+            assert hit.num_tokens == 64
+        status, _ = await control.ask("POST", "/v1/clear", {"all": True}, bearer("administer"))
+        assert status == 200
+
+
+async def test_without_tokens_loopback_reads_and_the_own_socket_does_all(
+    node: RunningNode,
+) -> None:
+    async with running_control(node.path) as control:
+        assert (await control.ask("GET", "/v1/status"))[0] == 200
+        assert (await control.ask("POST", "/v1/flush", {}))[0] == 403
+        assert (await control.own("POST", "/v1/flush", {}))[0] == 200
+        wrong = {"Authorization": "Bearer guessed"}
+        assert (await control.ask("GET", "/v1/status", headers=wrong))[0] == 401
+        assert control.server.path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_page_of_another_name_reads_nothing(node: RunningNode) -> None:
+    async with running_control(node.path) as control:
+        for host in ("evil.example", "evil.example:7780", "10.0.0.1", "[2001:db8::1]"):
+            for path in ("/v1/status", "/metrics"):
+                status, problem = await control.ask("GET", path, headers={"Host": host})
+                assert (status, problem["reason"]) == (403, "host"), host
+        for good in ("localhost", "127.0.0.1:1", "[::1]:7780"):
+            assert (await control.ask("GET", "/v1/status", headers={"Host": good}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    ["Bearer", "Bearer ", "Basic t-administer", "t-administer", "Bearer t-administerx", "Bearer é"],
+)
+def test_a_wrong_token_gives_no_role(files: dict[str, str], authorization: str) -> None:
+    access = Access(apply(ControlConfig(), files, source="test"), "127.0.0.1")
+    assert access.role_on_tcp(authorization) is ControlRole.NONE
+    assert access.role_on_tcp("bearer  t-administer") is ControlRole.ADMINISTER
+
+
+def test_what_would_be_exposed_is_refused(files: dict[str, str], tmp_path: Path) -> None:
+    def access(host: str, **settings: Any) -> Access:
+        return Access(apply(ControlConfig(listen=f"{host}:1"), settings, source="test"), host)
+
+    with pytest.raises(ConfigError, match="only the loopback interface is served without"):
+        access("0.0.0.0")
+    with pytest.raises(ConfigError, match="tokens need TLS"):
+        access("0.0.0.0", **files)
+    assert access("0.0.0.0", insecure=True, **files).role_on_tcp("") is ControlRole.NONE
+    with pytest.raises(ConfigError, match=r"control\.operate_token_file: another role"):
+        access("127.0.0.1", read_token_file=files["read_token_file"],
+               operate_token_file=files["read_token_file"])  # fmt: skip
+    with pytest.raises(ConfigError, match=r"control\.read_token_file: cannot read"):
+        access("127.0.0.1", read_token_file=str(tmp_path / "none"))
+
+
+async def test_with_tls_only_tls_is_spoken(
+    node: RunningNode, files: dict[str, str], certificates: Certificates
+) -> None:
+    settings = {
+        "tls_cert": str(certificates.server),
+        "tls_key": str(certificates.server_key),
+        **files,
+    }
+    async with running_control(node.path, **settings) as control:
+        context = ssl.create_default_context(cafile=str(certificates.ca))
+        url = f"https://localhost:{control.server.port}/v1/status"
+        async with control.tcp.get(url, ssl=context, headers=bearer("read")) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await control.ask("GET", "/v1/status")
+
+
+BAD_REQUESTS: list[tuple[str, Any, str]] = [
+    ("/v1/clear", {}, "bad_request"),
+    ("/v1/clear", {"namespace": "00", "all": True}, "bad_request"),
+    ("/v1/clear", {"namespace": 7}, "bad_request"),
+    ("/v1/clear", {"namespaces": "00"}, "bad_request"),
+    ("/v1/clear", [], "bad_request"),
+    ("/v1/kick", {"client": "12"}, "bad_request"),
+    ("/v1/kick", {"client": "c1", "pid": 1}, "bad_request"),
+    ("/v1/kick", {"pid": -1}, "bad_request"),
+    ("/v1/flush", {"timeout_s": -1}, "bad_request"),
+    ("/v1/flush", {"timeout_s": 1e9}, "bad_request"),
+    ("/v1/jobs", {"tier": "x"}, "bad_request"),
+    ("/v1/nothing", {}, "no_path"),
+    ("/v1/status", {}, "method"),
+]
+
+
+async def test_a_bad_request_is_refused_and_changes_nothing(node: RunningNode) -> None:
+    client, prompt = node.client(), a_prompt(SPACE, 64)
+    client.register(SPACE)
+    store(client, prompt)
+    async with running_control(node.path) as control:
+        for path, body, reason in BAD_REQUESTS:
+            status, problem = await control.own("POST", path, body)
+            assert (400 <= status < 500, problem["reason"]) == (True, reason), (path, body)
+            assert problem["detail"] and problem["status"] == status
+    with client.lookup(prompt.query()) as hit:
+        assert hit.num_tokens == 64
+
+
+async def test_sizes_and_parameters_are_bounded(node: RunningNode) -> None:
+    async with running_control(node.path, max_body_bytes=1000) as control:
+        status, problem = await control.own("POST", "/v1/clear", {"namespace": "0" * 2000})
+        assert (status, problem["reason"]) == (413, "too_large")
+        assert (await control.ask("GET", "/v1/status?x=1"))[1]["reason"] == "bad_request"
+        assert (await control.ask("GET", "/v1/jobs/-1"))[1]["reason"] == "bad_request"
+        assert (await control.ask("GET", "/v1/jobs/" + "9" * 40))[1]["reason"] == "bad_request"
+
+
+async def test_two_do_not_share_a_socket(node: RunningNode) -> None:
+    async with running_control(node.path):
+        with pytest.raises(NodeError, match=r"an API is running on .*control\.socket"):
+            async with running_control(node.path):
+                pass
+
+
+async def test_a_taken_port_is_named(node: RunningNode) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"control\.listen: cannot listen on"):
+            async with running_control(node.path, listen=f"127.0.0.1:{port}"):
+                pass
