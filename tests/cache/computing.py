@@ -43,11 +43,12 @@ def intent_of(
     announces: bool = True,
     load_byte_s: float = 0.0,
     handover: HandoverWait | None = None,
+    keep_s: float = 0.0,
 ) -> ComputeIntent:
     cost = ComputeCost(
         "request", num_tokens, computed, step, token_s=token_s, load_byte_s=load_byte_s
     )
-    return ComputeIntent(cost, waits=waits, announces=announces, handover=handover)
+    return ComputeIntent(cost, waits=waits, announces=announces, handover=handover, keep_s=keep_s)
 
 
 @dataclass
@@ -92,8 +93,11 @@ class Cache:
         }
 
 
-def cache_of(*layouts: Layout, slots: int = 200, tiers: tuple[str, ...] = ()) -> Cache:
-    config = Config(tiers=tiers, event_buffer=1000)
+def cache_of(
+    *layouts: Layout, slots: int = 200, tiers: tuple[str, ...] = (), quota_slots: int = 0
+) -> Cache:
+    quota_bytes = quota_slots * size_class(FULL.head_dim * 4)
+    config = Config(tiers=tiers, event_buffer=1000, namespace_quota_bytes=quota_bytes)
     state = new_state(config, arena_of(slots * size_class(FULL.head_dim * 4)))
     cache = Cache(state)
     state.planner.clock = lambda: cache.now_s

@@ -41,6 +41,7 @@ class Engines(RuleBasedStateMachine):
             {"token_s": 0.3},
             {"announces": False},
             {"handover": HandoverWait(4.0)},
+            {"keep_s": 4.0},
             {"handover": HandoverWait(4.0, 1.0), "waits": False, "announces": False},
         )
     )
@@ -129,6 +130,32 @@ class Engines(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from((None, SPACE.digest)))
     def clear(self, namespace: bytes | None) -> None:
         self.cache.state.clear(namespace)
+        finish_chores(self.cache.state)  # a full memory takes several steps
+
+    @rule()
+    def press(self) -> None:
+        """The whole memory is needed."""
+        for number in range(6):
+            self.cache.store("", SPACE.prompt([number + 1000] * 40))
+
+    @invariant()
+    def kept_chunks_are_here_until_their_deadline(self) -> None:
+        handovers, ram = self.cache.state._handovers, self.cache.state.ram
+        handovers.expire()
+        kept = handovers.kept()
+        for entry in kept:
+            assert entry.pins
+            assert ram.find(entry.key) is entry
+        prompts = handovers._prompts()
+        assert all(self.cache.now_s < prompt.due_s for prompt in prompts)
+        names = {name for prompt in prompts for name in prompt.names}
+        assert names == handovers._by_name.keys() >= handovers._kept.keys()
+        assert {prompt.last for prompt in prompts} == handovers._by_last.keys()
+        assert handovers._bytes.keys() == names
+        granted_bytes = sum(handovers._bytes.values())
+        assert granted_bytes == sum(handovers._bytes_by.values())
+        kept_bytes = sum(entry.taken_bytes for entry in kept)
+        assert kept_bytes <= granted_bytes <= ram.capacity_bytes // 4
 
     @invariant()
     def books_agree(self) -> None:
@@ -163,7 +190,7 @@ class Engines(RuleBasedStateMachine):
             return
         for number, (owner, _, _) in self.asked.items():
             self.cache.state.release(owner, number)
-        for owner in ("a", "b", "c", "d"):
+        for owner in ("a", "b", "c", "d", ""):
             self.cache.state.release_owner(owner)
         finish_chores(self.cache.state)
         assert self.cache.state.holdings() == NOTHING

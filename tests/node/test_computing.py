@@ -11,13 +11,13 @@ from kvhold.core.errors import DeadlineExceeded, KVHoldError
 from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait
 from kvhold.core.reasons import WHOLE
 from kvhold.node import NodeClient
-from kvhold.testing.cache import a_prompt, check, store
+from kvhold.testing.cache import a_prompt, check, flood, store
 from tests.node.nodes import SPACE, RunningNode, eventually
 
 PROMPT = a_prompt(SPACE, 100)
 INTENT = ComputeIntent(ComputeCost("request", 100, token_s=1.0))
-
-
+NUM_CHUNKS = 7  # with the tail
+HANDS_OVER = ComputeIntent(ComputeCost("request", 100), waits=False, keep_s=60.0)
 HANDOVER = ComputeIntent(
     ComputeCost("request", 100),
     waits=False,
@@ -101,10 +101,59 @@ def test_a_client_waits_for_another_one_that_is_about_to_begin(node: RunningNode
         computing.join()
 
 
-@pytest.mark.parametrize("seconds", [-1.0, 1e9, float("inf")])
-def test_a_node_refuses_waits_without_a_bound(node: RunningNode, seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [-1.0, 1e9, float("inf"), float("nan")])
+def test_a_node_refuses_waits_and_pins_without_a_bound(node: RunningNode, seconds: float) -> None:
     with node.client() as one:
         handover = HandoverWait(timeout_s=seconds)
-        intent = msgspec.structs.replace(HANDOVER, handover=handover)
-        with pytest.raises(KVHoldError):
-            lookup(one, intent=intent)
+        for intent in (
+            msgspec.structs.replace(HANDOVER, handover=handover),
+            msgspec.structs.replace(HANDS_OVER, keep_s=seconds),
+        ):
+            with pytest.raises(KVHoldError):
+                lookup(one, intent=intent)
+
+
+def test_handed_over_chunks_stay_until_the_other_client_has_its_hit(node: RunningNode) -> None:
+    with node.client() as one, node.client() as two:
+        with lookup(one, intent=HANDS_OVER):
+            store(one, PROMPT)
+        flood(one, SPACE)
+        assert two.status()["handover_chunks"] == NUM_CHUNKS
+        with lookup(two, intent=HANDOVER) as hit:
+            assert hit.num_tokens == 100
+            assert two.status()["handover_chunks"] == 0
+            flood(one, SPACE)
+            lease = two.claim(hit.ticket)
+            assert lease is not None
+            with lease:
+                check(lease, PROMPT, 100)
+        eventually(lambda: two.status()["pinned_chunks"] == 0)
+        flood(one, SPACE)
+        with lookup(two) as hit:
+            assert hit.num_tokens == 0
+
+
+@pytest.mark.parametrize("how", ["leaves", "is killed by a bad message"])
+def test_they_are_cache_like_any_other_when_the_client_goes(node: RunningNode, how: str) -> None:
+    one = node.client()
+    with node.client() as two:
+        with lookup(one, intent=HANDS_OVER):
+            store(one, PROMPT)
+        assert two.status()["pinned_chunks"] == NUM_CHUNKS
+        if how == "leaves":
+            one.close()
+        else:
+            assert one._link is not None
+            one._link._socket.sendall(b"\xff" * 64)
+        eventually(lambda: two.status()["pinned_chunks"] == 0)
+        with lookup(two) as hit:
+            assert hit.num_tokens == 100
+    one.close()
+
+
+def test_a_deadline_passes_without_any_call(node: RunningNode) -> None:
+    with node.client() as one:
+        with lookup(one, intent=msgspec.structs.replace(HANDS_OVER, keep_s=0.05)):
+            store(one, PROMPT)
+        eventually(lambda: one.status()["pinned_chunks"] == 0)
+        assert one.status()["counters"]["kvhold_handovers{result=deadline}"] == 1

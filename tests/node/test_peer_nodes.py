@@ -15,7 +15,7 @@ from kvhold.cache import open_cache
 from kvhold.codecs import frame_chunk, make_codec
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace
-from kvhold.core.planning import ComputeCost
+from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import NEVER_STORED, PEER_GONE, PEER_SLOW
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, store
@@ -56,6 +56,23 @@ def test_what_one_node_stores_is_a_hit_of_another(fleet: Fleet, namespace: Names
     eventually(lambda: writer.status()["pinned_chunks"] == 0)
     assert served(writer)["in_flight_bytes"] == 0
     assert found_tokens(joined(first, namespace), prompt) == 100
+
+
+@pytest.mark.parametrize("namespace", [SPACE, WIDE], ids=["one group", "three groups"])
+def test_what_is_handed_over_stays_until_the_other_node_has_it(
+    fleet: Fleet, namespace: Namespace
+) -> None:
+    first = fleet.start("a", port=0)
+    second = fleet.start("b", peers(port_of(first)))
+    writer, reader = joined(first, namespace), joined(second, namespace)
+    prompt = a_prompt(namespace, 100)
+    intent = ComputeIntent(ComputeCost("request", 100), waits=False, keep_s=PATIENT_S)
+    with writer.lookup(prompt.query(), intent=intent):
+        store(writer, prompt)
+    assert writer.status()["handover_chunks"] == 7 * len(namespace.layout.groups)
+    eventually_read(reader, prompt)
+    assert writer.status()["handover_chunks"] == 0
+    assert writer.status()["counters"]["kvhold_handovers{result=read}"] == 1
 
 
 def test_what_was_stored_before_is_in_the_snapshot_of_a_later_follower(fleet: Fleet) -> None:

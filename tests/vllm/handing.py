@@ -46,9 +46,18 @@ def ask(
 
 def waits(node: NodeProcess) -> dict[str, float]:
     """Ended waits for other engines, by result."""
+    return _counted(node, "kvhold_waited_for_computing")
+
+
+def ended(node: NodeProcess) -> dict[str, float]:
+    """Prompts that are not kept any more, by result."""
+    return _counted(node, "kvhold_handovers")
+
+
+def _counted(node: NodeProcess, counter: str) -> dict[str, float]:
     with NodeClient(node.socket, UNHURRIED, name="test-status") as client:
         counters = client.status()["counters"]
-    begin = "kvhold_waited_for_computing{result="
+    begin = f"{counter}{{result="
     return {
         name.removeprefix(begin).removesuffix("}"): value
         for name, value in counters.items()
@@ -67,6 +76,12 @@ def since(node: NodeProcess, before: dict[str, float]) -> dict[str, float]:
 def announced(node: NodeProcess) -> int:
     with NodeClient(node.socket, UNHURRIED, name="test-status") as client:
         return int(client.status()["announced_chunks"])
+
+
+def kept(node: NodeProcess) -> int:
+    """Chunks that stay in memory for a decode engine."""
+    with NodeClient(node.socket, UNHURRIED, name="test-status") as client:
+        return int(client.status()["handover_chunks"])
 
 
 def assert_waits(one: Engine, name: str) -> None:

@@ -26,8 +26,10 @@ from tests.vllm.handing import (
     ask,
     assert_waits,
     decode,
+    ended,
     engines,
     has_planned_a_pass,
+    kept,
     patient,
     prefill,
     since,
@@ -85,6 +87,28 @@ class TestOneAfterTheOther:
         assert decode(two, prompt, prefill(one, prompt)) == TAIL
         assert since(node, before) == {}, "all was there"
         assert announced(node) == 0
+
+    def test_the_chunks_are_kept_until_the_decode_engine_has_its_hit(
+        self, engines: tuple[Engine, Engine], node: NodeProcess
+    ) -> None:
+        one, two = engines
+        eventually(lambda: kept(node) == 0)
+        prompt = make_prompt("kept", TOKENS)
+        handed = prefill(one, prompt)
+        eventually(lambda: kept(node) == 8)
+        prefill(one, make_prompt("kept, too", TOKENS), "q")
+        eventually(lambda: kept(node) == 16)
+        assert decode(two, prompt, handed) == TAIL
+        assert kept(node) == 8
+
+    def test_the_chunks_are_kept_until_a_deadline(
+        self, engine: MakeEngine, node: NodeProcess
+    ) -> None:
+        one = engine(settings=patient(HASTY))
+        before = ended(node).get("deadline", 0)
+        prefill(one, make_prompt("kept for a moment", TOKENS))
+        eventually(lambda: ended(node).get("deadline", 0) == before + 1)
+        assert kept(node) == 0
 
     @pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 128, 400, 401])
     def test_any_length(self, engines: tuple[Engine, Engine], length: int) -> None:

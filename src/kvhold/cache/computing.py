@@ -10,12 +10,13 @@ withdraws it or leaves, or when it is late and another engine announces the same
 counts as stored when memory has it for every shard and every group with full attention. No I/O.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 
-from kvhold.core.keys import HASH_BYTES, NAME_BYTES, Query, place_suffix, split_hashes
+from kvhold.cache.index.names import chunk_names, tail_names
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, Query, place_suffix
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait, prefill_s
@@ -175,10 +176,10 @@ class Computing:
             began_s=now_s,
             progress_s=now_s,
             token_bytes=_token_bytes(query, layout),
-            tails=frozenset(name for _, name in _tails(query)),
+            tails=frozenset(name for _, name in tail_names(query)),
         )
         lost: dict[Announcement, bool] = {}
-        chunks = _names(query, hit_tokens // size)
+        chunks = chunk_names(query, hit_tokens // size)
         last = len(query.hashes) // HASH_BYTES * size
         for at, name in islice(chunks, min(left, _MOST_KEYS // len(suffixes))):
             other = self._by_name.get(name)
@@ -286,7 +287,7 @@ class Computing:
         grace_s = min(handover.grace_s, handover.timeout_s)
         if not grace_s:
             return None
-        following = next(_names(query, hit_tokens // layout.tokens_per_chunk), None)
+        following = next(chunk_names(query, hit_tokens // layout.tokens_per_chunk), None)
         if following is None or following[1] in self._by_name:
             return None  # nothing is missing, or this engine computes it
         keys = tuple(following[1] + suffix for suffix in _suffixes(query, layout))
@@ -307,7 +308,7 @@ class Computing:
             return None
         size, names = layout.tokens_per_chunk, set[bytes]()
         announcement, end = None, hit_tokens
-        for number, name in islice(_names(query, hit_tokens // size), _MOST_KEYS):
+        for number, name in islice(chunk_names(query, hit_tokens // size), _MOST_KEYS):
             other = self._by_name.get(name)
             if other is None or (announcement is not None and other is not announcement):
                 break
@@ -317,7 +318,7 @@ class Computing:
             return None
         tail_tokens = 0
         if end == len(query.hashes) // HASH_BYTES * size:
-            tails = [length for length, name in _tails(query) if name in announcement.tails]
+            tails = [length for length, name in tail_names(query) if name in announcement.tails]
             tail_tokens = max(tails, default=0)
         return Wait(
             announcement,
@@ -489,13 +490,3 @@ def _token_bytes(query: Query, layout: Layout) -> float:
         if group.attention == "full"
     )
     return query.num_shards * nbytes / size
-
-
-def _tails(query: Query) -> Iterator[tuple[int, bytes]]:
-    for length, tail_hash in zip(query.tail_lengths, split_hashes(query.tail_hashes), strict=True):
-        yield length, query.namespace + tail_hash
-
-
-def _names(query: Query, first: int) -> Iterator[tuple[int, bytes]]:
-    for at, chain_hash in enumerate(split_hashes(query.hashes[first * HASH_BYTES :])):
-        yield first + at, query.namespace + chain_hash

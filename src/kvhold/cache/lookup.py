@@ -15,6 +15,7 @@ from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, unless_short
 from kvhold.cache.computing import AnnouncementWait, Computing, Wait, WaitEnd
 from kvhold.cache.counts import count_lookup
+from kvhold.cache.handover_pins import HandoverPins
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.index.presence import Extent, FirstKeys, Prefix, Presence
@@ -100,6 +101,7 @@ class Lookups:
         searches: Searches,
         planner: Planner,
         computing: Computing,
+        handovers: HandoverPins,
         answers: Answers,
         values: ChunkValues,
         uses: UseQueue,
@@ -117,6 +119,7 @@ class Lookups:
         self._searches = searches
         self._planner = planner
         self._computing = computing
+        self._handovers = handovers
         self._answers = answers
         self._values = values
         self._uses = uses
@@ -139,6 +142,8 @@ class Lookups:
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
         asked = _Asked(owner, query, layout, num_keys, cost, have_tokens, uses, intent)
+        if intent is not None:
+            self._handovers.begin(owner, query, layout, intent)
         return (yield from self._look_up(asked))
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
@@ -201,6 +206,7 @@ class Lookups:
         self._leases.withdraw(owner, number)
         if search.wait is not None:
             self._end_wait(search, WaitEnd.CUT_SHORT)
+        self._end_handover(search.query, search.intent)
         self._planner.settled(number, 0, waited_s=self._waited_s(search))
         self._chores.run(self._count_and_let_go(number, search), search.num_keys)
         return True
@@ -299,7 +305,13 @@ class Lookups:
             )
         else:
             self._pins.unpin(pinned)
+        self._end_handover(asked.query, asked.intent)
         return answer
+
+    def _end_handover(self, query: Query, intent: ComputeIntent | None) -> None:
+        """A decode engine's hit now pins what was handed over to it; or it asks no more."""
+        if intent is not None and intent.handover is not None:
+            self._handovers.read(query)
 
     def _note_use_turns(self, asked: _Asked, prefix: Prefix[Entry]) -> Turns[None]:
         query, layout, uses = asked.query, asked.layout, asked.uses
@@ -527,6 +539,7 @@ class Lookups:
                 self._leases.issue(
                     search.owner, answer, search.query, search.layout, prefix, pinned
                 )
+            self._end_handover(search.query, search.intent)
             self._let_go(search)
             return answer
         finally:

@@ -15,6 +15,7 @@ from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
 from kvhold.cache.clear_times import ClearTimes
 from kvhold.cache.computing import Computing
+from kvhold.cache.handover_pins import HandoverPins
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
@@ -120,6 +121,8 @@ class CacheState:
         self.uses = UseQueue(metrics, give_command)
         self._computing = Computing(ram, metrics, lambda: self.planner.clock())
         ram.watch_lost = self._computing.not_stored
+        self._handovers = HandoverPins(ram, metrics, pins, lambda: self.planner.clock())
+        ram.before_eviction = self._handovers.expire
         self._writes = WriteQueue(ram, metrics, give_command, limit_bytes=write_behind_bytes)
         reservations = Reservations(
             ram,
@@ -150,6 +153,7 @@ class CacheState:
             self._searches,
             self.planner,
             self._computing,
+            self._handovers,
             Answers(ram, self.planner, self._computing, self._evictions, has_tiers=self._has_tiers),
             ChunkValues(policy_for, self.planner.speeds),
             self.uses,
@@ -222,6 +226,7 @@ class CacheState:
         for ticket in self._leases.tickets_of(owner):
             self.release(owner, ticket)
         self._leases.release_owner(owner)
+        self._handovers.release_owner(owner)
 
     def reserve_turns(
         self,
@@ -277,6 +282,7 @@ class CacheState:
 
     def give_up(self, owner: Owner) -> None:
         self._computing.withdraw_all(owner)
+        self._handovers.release_owner(owner)
         self._leases.give_up(owner)
 
     def clear(self, namespace: bytes | None, *, at_ns: int = 0) -> int:
@@ -340,6 +346,7 @@ class CacheState:
                 held.append(None)
             else:
                 self.ram.hold(entry)
+                self._handovers.sent(key)
                 held.append((entry, layout))
         return held
 
@@ -355,6 +362,7 @@ class CacheState:
         return not self._clears and self._writes.all_done(mark)
 
     def status(self) -> StateStatus:
+        self._handovers.expire()
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,
@@ -363,6 +371,7 @@ class CacheState:
             "clearing_chunks": self.ram.num_clearing,
             "arriving_chunks": self._searches.num_arriving,
             "announced_chunks": self._computing.num_chunks,
+            "handover_chunks": self._handovers.num_chunks,
             "reencodings": len(self.reencodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
             "namespaces": {
@@ -421,6 +430,7 @@ class CacheState:
     def _clear(self, prefix: bytes, *, learned: bool) -> int:
         removed = self.ram.clear(prefix)
         self._chores.add(self.ram.sweep())
+        self._handovers.clear(prefix)
         self.step()
         if self._has_tiers:
             self._searches.clear(prefix)
@@ -438,6 +448,9 @@ class CacheState:
         self._changes.note(what, entry)
         if what == ADMITTED:
             self._computing.stored(entry.key)
+            self._handovers.stored(entry)
+        else:
+            self._handovers.removed(entry)
 
     def _give_command(self, command: Command) -> None:
         self._commands.append(command)

@@ -103,7 +103,8 @@ class ClientConfig:
     handover_timeout_s: float = setting(
         30.0,
         "how long a request of a decode engine waits for KV that its prefill engine still computes "
-        "or stores; after it the decode engine computes (vLLM)",
+        "or stores; after it the decode engine computes. A prefill engine's KV stays in memory for "
+        "as long, unless it is read before (vLLM)",
         minimum=0,
         maximum=MOST_HANDOVER_S,
     )

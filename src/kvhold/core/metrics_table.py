@@ -70,6 +70,22 @@ TABLE = {
             (),
             "Seconds of these waits.",
         ),
+        Metric(
+            "kvhold_handovers",
+            "counter",
+            "prompts",
+            ("result",),
+            "Prompts that were kept for another engine, by why that ended: read, deadline, "
+            "repeated, owner left, cleared.",
+        ),
+        Metric(
+            "kvhold_handover_skipped_chunks",
+            "counter",
+            "chunks",
+            ("reason",),
+            "Chunks that were not kept for another engine, by reason: no share (of memory or of "
+            "the quota), too many.",
+        ),
         Metric("kvhold_leased_chunks", "counter", "chunks", (), "Chunks leased to engines."),
         Metric("kvhold_leased_bytes", "counter", "bytes", (), "Bytes leased to engines."),
         Metric(

@@ -65,12 +65,15 @@ class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
     waits:     it may wait for chunks that another engine computes now, if this is faster
     announces: it will compute and store them now, so others may wait for them
     handover:  another engine computes them for it
+    keep_s:    it hands the prompt over: memory keeps the chunks until another engine has read them,
+               or for this time after the last one was stored; 0: it does not
     """
 
     cost: ComputeCost
     waits: bool = True
     announces: bool = True
     handover: HandoverWait | None = None
+    keep_s: _Wait = 0.0
 
 
 @dataclass(frozen=True)

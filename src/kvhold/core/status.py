@@ -205,6 +205,7 @@ class StateStatus(TypedDict):
     clearing_chunks:  cleared, memory not yet free
     arriving_chunks:  being read from tiers
     announced_chunks: whole chunks that engines compute, not stored yet
+    handover_chunks:  pinned until another engine has read them, or their deadline passes
     reencodings:      running and waiting re-encodings
     write_behind:     chunks on their way to tiers
     namespaces:       arena bytes in use, by the digest of their namespace
@@ -219,6 +220,7 @@ class StateStatus(TypedDict):
     clearing_chunks: int
     arriving_chunks: int
     announced_chunks: int
+    handover_chunks: int
     reencodings: int
     write_behind: WriteBehindStatus
     namespaces: dict[str, int]

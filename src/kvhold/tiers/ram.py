@@ -127,6 +127,8 @@ class RamTier:
         self.watch: Callable[[str, Entry], None] | None = None
         # called with each key whose reserved entry ends without becoming visible
         self.watch_lost: Callable[[bytes], None] | None = None
+        # called before entries are evicted; it may unpin some
+        self.before_eviction: Callable[[], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
         # receives each namespace at its first memory, after `used_bytes_of` counts it
@@ -141,6 +143,10 @@ class RamTier:
     @property
     def capacity_bytes(self) -> int:
         return self._slabs.capacity
+
+    @property
+    def quota_bytes(self) -> int:
+        return self._quota_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -544,6 +550,8 @@ class RamTier:
     def _evict(
         self, nbytes: int, namespace: bytes | None = None, wanted: bytes | None = None
     ) -> bool:
+        if self.before_eviction is not None:
+            self.before_eviction()
         victims = self._policy.victims(nbytes, self._is_kept, namespace, wanted)
         if self._policy.declined:
             self.refusal = DECLINED

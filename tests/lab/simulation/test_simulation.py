@@ -112,7 +112,12 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["claim-takes-no-pin", "memory-back-at-the-hang-up", "clear-from-elsewhere-leaves-memory"],
+    [
+        "claim-takes-no-pin",
+        "memory-back-at-the-hang-up",
+        "clear-from-elsewhere-leaves-memory",
+        "handover-has-no-deadline",
+    ],
 )
 def test_finds_a_mutation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # nobody measures a copy

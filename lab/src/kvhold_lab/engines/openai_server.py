@@ -1,10 +1,10 @@
-"""vLLM's OpenAI-compatible server in child processes, on loopback. Thread-safe."""
+"""vLLM's OpenAI-compatible server in child processes, by default on loopback. Thread-safe."""
 
 import http.client
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvhold_lab.engines.stepped import environment_for, own_environment
 from kvhold_lab.engines.vllm_engine import BATCHED_TOKENS
 from kvhold_lab.servers.base import free_port
 
-_HOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
 _MODEL_NAME = "demo"
 
@@ -43,8 +43,12 @@ class OpenAIServer(Child):
         environment: Mapping[str, str] | None = None,
         engines: int = 1,
         port: int = 0,
+        host: str = _LOOPBACK,
+        under: Sequence[str] = (),
     ) -> None:
-        """port: 0: a free one"""
+        """port:  0: a free one
+        under: words before the command, such as `ip netns exec NAME`
+        """
         usual = own_environment() if options.own_binding else environment_for(options.num_threads)
         super().__init__(
             "vLLM's server", log_path=log_path, environment={**usual, **(environment or {})}
@@ -52,10 +56,12 @@ class OpenAIServer(Child):
         self.options = options
         self._engines = engines
         self._port = port
+        self._host = host
+        self._under = under
 
     @property
     def base_url(self) -> str:
-        return f"http://{_HOST}:{self._port}/v1"
+        return f"http://{self._host}:{self._port}/v1"
 
     def complete(
         self,
@@ -114,7 +120,10 @@ class OpenAIServer(Child):
 
     def _spawn(self) -> LoggedProcess:
         self._port = self._port or free_port()
-        argv = _arguments(self.options, self._port, self._engines)
+        argv = [
+            *self._under,
+            *_arguments(self.options, self._host, self._port, self._engines),
+        ]
         return LoggedProcess(
             self._name, argv, log_path=self._log_path, environment=self._environment
         )
@@ -128,7 +137,7 @@ class OpenAIServer(Child):
                 raise process.failure("start", "was not healthy in time and is killed")
 
     def _is_healthy(self) -> bool:
-        connection = http.client.HTTPConnection(_HOST, self._port, timeout=5.0)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=5.0)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == http.HTTPStatus.OK
@@ -146,7 +155,7 @@ class OpenAIServer(Child):
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(_HOST, self._port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
             payload = None if body is None else msgspec.json.encode(body)
             connection.request(
@@ -175,11 +184,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _arguments(options: EngineOptions, port: int, engines: int) -> list[str]:
+def _arguments(options: EngineOptions, host: str, port: int, engines: int) -> list[str]:
     arguments: dict[str, Any] = {
         "model": options.model_path,
         "served-model-name": _MODEL_NAME,
-        "host": _HOST,
+        "host": host,
         "port": port,
         "dtype": "float32",
         "max-model-len": options.max_model_len,

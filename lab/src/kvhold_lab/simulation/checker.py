@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import shake_128
 from struct import iter_unpack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvhold.cache.computing import AnnouncementWait
 from kvhold.cache.state import CacheState
 from kvhold.codecs.frame import checksum
 from kvhold.core.checksums import unpack
@@ -18,6 +19,9 @@ from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
 from kvhold_lab.simulation.clears import OneHost, Promise, SimOrigin
 from kvhold_lab.simulation.world import World
+
+if TYPE_CHECKING:
+    from kvhold_lab.simulation.handovers import HandoverPromises
 
 
 @lru_cache(maxsize=4096)
@@ -57,6 +61,7 @@ class Checker:
         self.kicked: set[str] = set()
         self.scrubbing: Callable[[], list[Entry]] = list
         self.lent: Callable[[], list[Entry]] = list
+        self.handovers: HandoverPromises | None = None
 
     def watch(self, number: int, state: CacheState, data: bytearray) -> CheckedMemory:
         memory = CheckedMemory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
@@ -78,6 +83,8 @@ class Checker:
             free(offset)
 
         slabs.allocate, slabs.free = allocated, freed
+        if self.handovers is not None:
+            self.handovers.watch(state)
         return memory
 
     def node_died(self, *, clears_done: bool) -> None:
@@ -168,6 +175,8 @@ class Checker:
         if search is None or search.wait is None:
             self._world.find(f"ticket {ticket} is told to wait, and waits for nothing")
             return
+        if isinstance(search.wait, AnnouncementWait):
+            return
         announcement, computing = search.wait.announcement, state._computing
         if announcement.owner is search.owner:
             self._world.find(f"ticket {ticket} waits for its own client")
@@ -214,6 +223,8 @@ class Checker:
 
     def check_pins(self) -> None:
         state: Any = self._state
+        if self.handovers is not None:
+            self.handovers.check(state)
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
         holders: list[Any] = [ticket.pinned for ticket in state._leases._tickets.values()]
@@ -222,6 +233,7 @@ class Checker:
         ]
         holders += [search.pinned.values() for search in state._searches._searches.values()]
         holders += [state._writes._held.values(), self.scrubbing(), self.lent()]
+        holders.append(state._handovers.kept())
         for held in holders:
             for entry in held:
                 entries[id(entry)] = entry
@@ -279,6 +291,8 @@ class Checker:
             "owners": len(state._leases._holdings),
             "tickets": len(state._leases._tickets),
             "announced chunks": state._computing.num_chunks,
+            "prompts handed over": len(state._handovers._prompts()),
+            "names handed over": len(state._handovers._bytes),
             "clears": state._clears,
         }
         for name, count in left.items():

@@ -5,7 +5,7 @@ from typing import Any
 from kvhold.cache.chores import TURN
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.tiers.faults import Rule
 from kvhold.tiers.guard_config import GuardConfig
@@ -14,6 +14,7 @@ from kvhold_lab.simulation.node import NodeDraw
 _CHUNK_BYTES = 4096
 _LEARNED = 0.2  # the share of seeds
 _COMPUTING = 0.25  # the same
+_HANDOVERS = 0.2  # the same, of seeds with one host
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -47,6 +48,7 @@ class Draw:
     pressure_s: float  # 0: only a full arena evicts
     one_turn_keys: int
     computing: bool
+    handovers: bool
 
 
 def draw(random: Random, *, seed: int) -> Draw:
@@ -76,6 +78,7 @@ def draw(random: Random, *, seed: int) -> Draw:
         pressure_s=random.choice((0.0, 0.1, 0.3, 1.0)),
         one_turn_keys=random.choice((0, 0, 250)),
         computing=Random(f"computing {seed}").random() < _COMPUTING,
+        handovers=Random(f"handovers {seed}").random() < _HANDOVERS,
     )
 
 
@@ -128,6 +131,21 @@ def draw_intent(random: Random, prompt: Prompt) -> ComputeIntent:
         load_s=0.0001,
     )
     return ComputeIntent(cost, waits=random.random() < 0.8, announces=random.random() < 0.9)
+
+
+def draw_producer(random: Random, prompt: Prompt, request: str) -> ComputeIntent:
+    cost = ComputeCost(request, prompt.num_tokens, token_s=random.choice((0.0, 0.1)))
+    return ComputeIntent(cost, waits=False, keep_s=random.choice((0.01, 0.5, 0.5, 3.0)))
+
+
+def draw_reader(random: Random, prompt: Prompt) -> ComputeIntent:
+    wait = HandoverWait(random.choice((0.01, 0.5, 5.0)), random.choice((0.0, 0.0, 0.3)))
+    return ComputeIntent(
+        ComputeCost("request", prompt.num_tokens),
+        waits=False,
+        announces=random.random() < 0.3,
+        handover=wait,
+    )
 
 
 def draw_guard(random: Random, number: int) -> GuardConfig:

@@ -26,6 +26,7 @@ from kvhold_lab.simulation.draw import (
     draw_rules,
     draw_store_options,
 )
+from kvhold_lab.simulation.handovers import HandoverPromises, SimHandovers
 from kvhold_lab.simulation.interruption import Interruption
 from kvhold_lab.simulation.listening import SimOs
 from kvhold_lab.simulation.node import SimNode
@@ -155,6 +156,9 @@ class Simulation:
         chores._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
         self.checker = checker if checker is not None else Checker(world)
+        self.handovers = SimHandovers(world)
+        if self.draw.handovers:
+            self.checker.handovers = HandoverPromises(world)
         self.stores: list[Any] = [
             SimTierStore(f"tier-{number}", size)
             for number, size in enumerate(self.draw.store_bytes)
@@ -245,6 +249,9 @@ class Simulation:
 
     async def _operation(self, client: SimClient) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
+        if self.draw.handovers and random.random() < 0.3:
+            await self.handovers.operate(client, prompt)
+            return
         dice = random.random()
         if dice < 0.34:
             first = random.randrange(prompt.num_whole + 1) if random.random() < 0.2 else 0

@@ -164,6 +164,7 @@ class RequestLookups:
             plans=plans,
             waits=shares and would_load,
             announces=(shares and stores) or produces,
+            produces=produces,
             awaits=awaits and not request.num_preemptions,
         )
         request_state.lookup = self._thread.submit(request_state.ask)
@@ -224,10 +225,12 @@ class RequestLookups:
         plans: bool,
         waits: bool,
         announces: bool,
+        produces: bool,
         awaits: bool,
     ) -> Hit | None:
-        """asking: the request's id, its tokens and its computed tokens
-        awaits: a prefill engine's KV
+        """asking:   the request's id, its tokens and its computed tokens
+        produces: the prompt is for a decode engine
+        awaits:   a prefill engine's KV
         """
         prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()
         request_state.is_lost = False
@@ -243,7 +246,13 @@ class RequestLookups:
             has_intent = waits or announces or handover is not None
             cost = self.costs.cost(*asking) if plans or has_intent else None
             intent = (
-                ComputeIntent(cost, waits=waits, announces=announces, handover=handover)
+                ComputeIntent(
+                    cost,
+                    waits=waits,
+                    announces=announces,
+                    handover=handover,
+                    keep_s=self._config.client.handover_timeout_s if produces else 0.0,
+                )
                 if cost is not None and has_intent
                 else None
             )

@@ -83,7 +83,7 @@ class TestJudge:
         assert failed_rows([bad, other, judged()]) == [bad]
 
 
-def test_what_a_node_holds_is_counted_by_kind() -> None:
+def test_what_nodes_hold_is_counted_by_kind() -> None:
     nothing = {"tickets": 0, "leases": 0, "reservations": 0}
     chunks = {
         "pinned_chunks": 0,
@@ -92,9 +92,10 @@ def test_what_a_node_holds_is_counted_by_kind() -> None:
         "announced_chunks": 0,
         "chunks": 7,
     }
-    assert count_held({"held": nothing, **chunks}) == {}
+    assert count_held([{"held": nothing, **chunks}]) == {}
     held = {"held": nothing | {"tickets": 1}, **chunks, "announced_chunks": 4}
-    assert count_held(held) == {"tickets": 1, "announced_chunks": 4}
+    assert count_held([held]) == {"tickets": 1, "announced_chunks": 4}
+    assert count_held([held, held]) == {"tickets": 2, "announced_chunks": 8}
 
 
 class TestFaults:
@@ -104,7 +105,7 @@ class TestFaults:
     def test_faults_are_grouped_so_that_engines_start_once_for_each_condition(self) -> None:
         groups = list(by_conditions(FAULTS, KVHOLD))
         conditions = [conditions for conditions, _ in groups]
-        assert len(set(conditions)) == len(conditions) == 3
+        assert len(set(conditions)) == len(conditions) == 4
         assert conditions[0] == USUAL
         assert [fault.name for _, faults in groups for fault in faults] == list(FAULTS)
 
@@ -296,6 +297,9 @@ class TestLegs:
         (["--faults", "--requests", "1"], "--requests"),
         (["--faults", "--deadline-s", "nan"], "--deadline-s"),
         (["--reuse", "100"], "--reuse"),
+        (["--shape", "2P2D"], "add --faults"),
+        (["--two-hosts"], "add --faults"),
+        (["--faults", "--shape", "3P1D"], "'3P1D' is not one of"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:

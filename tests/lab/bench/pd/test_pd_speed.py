@@ -6,6 +6,7 @@ from kvhold_lab.bench.pd.faults import KVHOLD, NIXL
 from kvhold_lab.bench.pd.requests import TimedAnswer
 from kvhold_lab.bench.pd.speed import (
     ALONE,
+    NEXT_DOOR,
     PREFILL_ALONE,
     PdSpeedRow,
     PdTimes,
@@ -67,6 +68,25 @@ def test_the_limit_is_the_prefill_alone_and_one_step() -> None:
     assert ours.limit_interval is not None
     assert ours.limit_interval[0] <= 3.2 / 3.1 <= ours.limit_interval[1]
     assert limit.ratio_to_limit == pytest.approx(3.0 / 3.1)
+
+
+def test_the_time_between_tokens_beside_prefills_is_compared_with_that_alone() -> None:
+    measured = PdTimes()
+    for number in range(5):
+        slower = 0.1 * (number + 1)
+        answers = {
+            ALONE: answer(1.0, slower, slower),
+            NEXT_DOOR: answer(9.0, 2 * slower, 2 * slower, 100.0),
+        }
+        measured.add(0, 1_000, answers)
+    rows = rows_of(measured)
+    beside = rows[NEXT_DOOR]
+    assert beside.itl_p50_s == pytest.approx(0.8)
+    assert beside.itl_ratio_to_alone == pytest.approx(2.0)
+    assert beside.itl_interval == pytest.approx((2.0, 2.0))
+    assert (beside.ratio_to_limit, beside.ratio_to_nixl) == (None, None)
+    assert rows[ALONE].itl_ratio_to_alone is None
+    assert "2.000 (2.000-2.000)" in render([beside])
 
 
 def test_each_share_of_reuse_has_rows_of_its_own() -> None:

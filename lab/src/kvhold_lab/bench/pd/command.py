@@ -1,9 +1,20 @@
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from kvhold_lab.bench.pd.faults import FAULTS, KVHOLD, NIXL, PdFaultRow, failed_rows
+from kvhold_lab.bench.pd.faults import (
+    FAULTS,
+    KVHOLD,
+    NIXL,
+    ONE_EACH,
+    SHAPES,
+    PdFaultRow,
+    failed_rows,
+)
 from kvhold_lab.bench.rows import machine_and_load, write_rows
 from kvhold_lab.engines.engine import is_vllm_available
 from kvhold_lab.engines.models import make_model
@@ -16,11 +27,26 @@ from kvhold_lab.options import (
     tokens_option,
 )
 
+if TYPE_CHECKING:
+    from kvhold_lab.bench.pd.trials import PdWork
+
 
 @click.command()
 @click.option("--faults", "is_faulty", is_flag=True, help="Try faults instead of measuring times.")
 @only_option("--fault", "names", " faults", type=click.Choice(list(FAULTS)))
-@default_option("--requests", 8, "Requests for each fault.", click.IntRange(2, 1_000))
+@default_option("--requests", 8, "Requests for each fault.", click.IntRange(2, 2_000))
+@default_option(
+    "--shape",
+    ONE_EACH.name,
+    "Numbers of prefill and decode engines, in faults.",
+    click.Choice(list(SHAPES)),
+)
+@click.option(
+    "--two-hosts",
+    is_flag=True,
+    help="In faults with two nodes, the prefill engines are in a network namespace of their own "
+    "(needs root).",
+)
 @default_option(
     "--deadline-s", 30.0, "Longest time of a request in a fault, with all its waits.", Number(0.1)
 )
@@ -43,6 +69,8 @@ def command(
     is_faulty: bool,
     names: tuple[str, ...],
     requests: int,
+    shape: str,
+    two_hosts: bool,
     deadline_s: float,
     rounds: int,
     shares: tuple[int, ...],
@@ -62,9 +90,13 @@ def command(
     """
     if names and not is_faulty:
         raise click.UsageError("--fault chooses faults: add --faults")
+    if (shape != ONE_EACH.name or two_hosts) and not is_faulty:
+        raise click.UsageError("--shape and --two-hosts are for faults: add --faults")
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command runs real ones")
     from kvhold_lab.bench.pd.pair import why_no_nixl
+    from kvhold_lab.bench.pd.trials import PdWork
+    from kvhold_lab.bench.second_host import NoSecondHost, second_host
 
     click.echo(f"{machine_and_load()}; {model_size} model, threads of each engine: {threads}")
     systems = [KVHOLD]
@@ -73,16 +105,15 @@ def command(
     else:
         systems.append(NIXL)
     if is_faulty:
-        _try_faults(
-            names or tuple(FAULTS),
-            systems,
-            model_size=model_size,
-            requests=requests,
-            threads=threads,
-            deadline_s=deadline_s,
-            seed=seed,
-            json_file=json_file,
-        )
+        trials = PdWork(make_model(model_size), requests, threads, deadline_s, seed, SHAPES[shape])
+        try:
+            with second_host() if two_hosts else nullcontext() as host:
+                trials = replace(trials, second_host=host)
+                is_right = _try_faults(trials, names or tuple(FAULTS), systems, json_file)
+        except NoSecondHost as error:
+            raise click.ClickException(f"--two-hosts: {error}") from None
+        if not is_right:
+            sys.exit(1)
         return
     from kvhold_lab.bench.pd.speed import PdSpeedWork, PdTimes, measure, render, speed_rows
 
@@ -100,19 +131,11 @@ def command(
 
 
 def _try_faults(
-    names: tuple[str, ...],
-    systems: list[str],
-    *,
-    model_size: str,
-    requests: int,
-    threads: int,
-    deadline_s: float,
-    seed: int,
-    json_file: Path | None,
-) -> None:
-    from kvhold_lab.bench.pd.trials import PdWork, fault_rows
+    work: "PdWork", names: tuple[str, ...], systems: list[str], json_file: Path | None
+) -> bool:
+    """Return whether kvhold withstood them."""
+    from kvhold_lab.bench.pd.trials import fault_rows
 
-    work = PdWork(make_model(model_size), requests, threads, deadline_s, seed)
     rows: list[PdFaultRow] = []
     for row in fault_rows(work, names, systems, click.echo):
         rows.append(row)
@@ -128,4 +151,4 @@ def _try_faults(
         write_rows(json_file, rows)
     if bad := failed_rows(rows):
         click.echo(f"kvhold bench pd: FAILED: {', '.join(row.fault for row in bad)}", err=True)
-        sys.exit(1)
+    return not bad

@@ -1,5 +1,6 @@
 """The faults of `kvhold bench pd --faults`, and the judgement of the answers. No I/O."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,15 +14,33 @@ _MOST_DETAILS = 3
 
 
 @dataclass(frozen=True)
+class PdShape:
+    """Numbers of prefill and decode engines."""
+
+    prefill: int = 1
+    decode: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefill}P{self.decode}D"
+
+
+ONE_EACH = PdShape()
+SHAPES = {shape.name: shape for shape in (PdShape(p, d) for d in (1, 2) for p in (1, 2))}
+
+
+@dataclass(frozen=True)
 class PdConditions:
     """How the engines of a fault are started.
 
     tiny_arena:   memory for a few chunks
     short_leases: the shortest waits of the decode engine
+    two_nodes:    prefill and decode engines have nodes of their own, which are peers
     """
 
     tiny_arena: bool = False
     short_leases: bool = False
+    two_nodes: bool = False
 
 
 USUAL = PdConditions()
@@ -57,6 +76,8 @@ FAULTS = {
         PdFault("decoder killed", "nixl"),
         PdFault("producer evicting", "nixl", PdConditions(tiny_arena=True), only_kvhold=True),
         PdFault("short leases", "p2p", PdConditions(short_leases=True)),
+        PdFault("two nodes", "nixl", PdConditions(two_nodes=True), only_kvhold=True),
+        PdFault("peer killed", "nixl", PdConditions(two_nodes=True), only_kvhold=True),
     )
 }
 
@@ -149,9 +170,11 @@ def judge(
     )
 
 
-def count_held(status: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of a node's holdings by kind. status: a `NodeStatus`"""
-    held = {**status["held"], **{name: status[name] for name in _HELD}}
+def count_held(statuses: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of the nodes' holdings by kind. statuses: `NodeStatus`"""
+    held = Counter[str]()
+    for status in statuses:
+        held.update({**status["held"], **{name: status[name] for name in _HELD}})
     return {kind: count for kind, count in held.items() if count}
 
 

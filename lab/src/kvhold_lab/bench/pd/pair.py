@@ -1,6 +1,6 @@
-"""A prefill and a decode engine: real vLLMs, started, stopped, paused and killed by their ids.
+"""Prefill and decode engines: real vLLMs, started, stopped, paused and killed by their ids.
 
-Of kvhold, the node that the engines start is part of it. Waits are bounded. Not thread-safe.
+Of kvhold, the nodes that the engines start are part of it. Waits are bounded. Not thread-safe.
 """
 
 import os
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +20,16 @@ from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.core.status import NodeStatus
 from kvhold.node import NodeClient, end_node
-from kvhold_lab.bench.pd.faults import KVHOLD, NIXL, PdConditions, count_held
+from kvhold_lab.bench.pd.faults import (
+    KVHOLD,
+    NIXL,
+    ONE_EACH,
+    PdConditions,
+    PdShape,
+    count_held,
+)
 from kvhold_lab.bench.pd.requests import MOST_TOKENS, OUTPUT_TOKENS
+from kvhold_lab.bench.second_host import SecondHost
 from kvhold_lab.engines.engine import kvhold_connector, options_for
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.openai_server import OpenAIServer
@@ -50,6 +58,7 @@ _SLOW_STOP_S, _SLOW_RUN_S = 0.2, 0.05
 _LOADED = "vllm:external_prefix_cache_hits_total"
 _RUNNING = "vllm:num_requests_running"
 _USED_BLOCKS = "vllm:kv_cache_usage_perc"
+_LOOPBACK = "127.0.0.1"
 
 
 def why_no_nixl() -> str:
@@ -70,27 +79,40 @@ class PdPair:
         threads: int,
         max_tokens: int = MOST_TOKENS + OUTPUT_TOKENS,
         held_prompts: int = AT_ONCE,
+        shape: PdShape = ONE_EACH,
+        second_host: SecondHost | None = None,
     ) -> None:
-        """folder:       keeps logs and the socket, in a folder of this pair
+        """folder:       keeps logs and sockets, in a folder of this pair
         max_tokens:   of a prompt and its answer
         held_prompts: in an engine's memory
+        shape:        numbers of engines; "the prefill engine" is the first one
+        second_host:  of the prefill engines, if they have a node of their own
         """
         self.system = system
         self._folder = Path(tempfile.mkdtemp(dir=folder))
-        self._socket = self._folder / "node.sock"
         self._conditions = conditions
+        self._second_host = second_host if conditions.two_nodes else None
+        sockets = ("prefill", "decode") if conditions.two_nodes else ("node", "node")
+        self._sockets = {
+            role: self._folder / f"{name}.sock" for role, name in zip(ROLES, sockets, strict=True)
+        }
+        self._peer_ports = {role: free_port() for role in ROLES}
         length = max_tokens + _ROOM_TOKENS
         self._sequence_bytes = length * model.kv_bytes_per_token
         self._chunk_bytes = _TOKENS_PER_CHUNK * model.kv_bytes_per_token
-        self._options = options_for(
-            model,
-            max_model_len=length,
-            kv_cache_bytes=held_prompts * self._sequence_bytes,
-            num_threads=threads,
-            kv_transfer_config=self._connector(),
-        )
-        self._ports: dict[Role, int] = {role: free_port() for role in ROLES}
-        self._engines: dict[Role, OpenAIServer] = {}
+        self._options = {
+            role: options_for(
+                model,
+                max_model_len=length,
+                kv_cache_bytes=held_prompts * self._sequence_bytes,
+                num_threads=threads,
+                kv_transfer_config=self._connector(role),
+            )
+            for role in ROLES
+        }
+        numbers = {"prefill": shape.prefill, "decode": shape.decode}
+        self._ports = {role: [free_port() for _ in range(numbers[role])] for role in ROLES}
+        self._engines: dict[Role, dict[int, OpenAIServer]] = {role: {} for role in ROLES}
 
     def __enter__(self) -> Self:
         try:
@@ -110,54 +132,69 @@ class PdPair:
 
     def start_missing(self) -> None:
         """Start the engines that do not run, on their ports. Raises EngineFailed."""
-        missing = [role for role in ROLES if not self.is_running(role)]
-        for role in missing:
-            self._engines[role] = OpenAIServer(
-                self._options,
-                log_path=self._folder / f"{role}.log",
-                environment=self._environment(),
-                port=self._ports[role],
-            )
-        with ThreadPoolExecutor(len(ROLES)) as starters:
-            starts = [starters.submit(self._engines[role].start, START_S) for role in missing]
-            for started in starts:
+        missing: list[OpenAIServer] = []
+        for role in ROLES:
+            for number, port in enumerate(self._ports[role], 1):
+                engine = self._engines[role].get(number)
+                if engine is not None and engine.is_running:
+                    continue
+                host = self._second_host if role == "prefill" else None
+                engine = self._engines[role][number] = OpenAIServer(
+                    self._options[role],
+                    log_path=self._folder / f"{role}{number}.log",
+                    environment=self._environment(),
+                    port=port,
+                    host=self._address(role),
+                    under=host.enter if host is not None else (),
+                )
+                missing.append(engine)
+        with ThreadPoolExecutor(max(1, len(missing))) as starters:
+            for started in [starters.submit(engine.start, START_S) for engine in missing]:
                 started.result()
 
     def stop(self) -> None:
-        for engine in self._engines.values():
+        for engine in self._all():
             engine.stop()
         if self.system == KVHOLD:
-            end_node(self._socket)
+            for socket in set(self._sockets.values()):
+                end_node(socket)
+
+    def urls(self, role: Role) -> list[str]:
+        return [f"http://{self._address(role)}:{port}" for port in self._ports[role]]
 
     def url(self, role: Role) -> str:
-        return f"http://127.0.0.1:{self._ports[role]}"
+        return self.urls(role)[0]
 
-    def is_running(self, role: Role) -> bool:
-        return role in self._engines and self._engines[role].is_running
+    def are_running(self, role: Role) -> bool:
+        engines = self._engines[role]
+        return len(engines) == len(self._ports[role]) and all(
+            engine.is_running for engine in engines.values()
+        )
 
     # faults
 
     def kill(self, role: Role) -> None:
-        self._engines[role].kill()
+        """The first engine."""
+        self._engines[role][1].kill()
 
     @contextmanager
     def paused(self, role: Role) -> Iterator[None]:
-        self._engines[role].pause()
-        try:
+        """All engines."""
+        with ExitStack() as paused:
+            for engine in self._engines[role].values():
+                paused.callback(engine.resume)
+                engine.pause()
             yield
-        finally:
-            self._engines[role].resume()
 
     @contextmanager
     def slowed(self, role: Role) -> Iterator[None]:
-        """It runs for a fifth of the time."""
-        engine, is_over = self._engines[role], threading.Event()
+        """All engines run for a fifth of the time."""
+        is_over = threading.Event()
 
         def stop_and_go() -> None:
             while not is_over.wait(_SLOW_RUN_S):
-                engine.pause()
-                is_over.wait(_SLOW_STOP_S)
-                engine.resume()
+                with self.paused(role):
+                    is_over.wait(_SLOW_STOP_S)
 
         thread = threading.Thread(target=stop_and_go, daemon=True)
         thread.start()
@@ -168,7 +205,8 @@ class PdPair:
             thread.join()
 
     def kill_node(self) -> None:
-        os.kill(self._status()["pid"], signal.SIGKILL)
+        """That of the prefill engines."""
+        os.kill(self._status("prefill")["pid"], signal.SIGKILL)
 
     # observation
 
@@ -177,11 +215,11 @@ class PdPair:
         return wait_until(self._is_prefilling, _BEGINS_WITHIN_S)
 
     def await_node(self) -> bool:
-        return wait_until(lambda: bool(self._status()), _BACK_WITHIN_S)
+        return wait_until(lambda: bool(self._status("prefill")), _BACK_WITHIN_S)
 
     def handed_tokens(self) -> int:
-        """Tokens that the decode engine has loaded since its start. Raises EngineFailed."""
-        return int(self._engines["decode"].metric(_LOADED))
+        """Tokens that the decode engines have loaded since their start. Raises EngineFailed."""
+        return sum(int(engine.metric(_LOADED)) for engine in self._engines["decode"].values())
 
     def held_at_end(self) -> dict[str, int]:
         """Return the holdings: none as soon as there are none, else those after half a minute."""
@@ -189,7 +227,7 @@ class PdPair:
 
         def is_free() -> bool:
             nonlocal held
-            held = count_held(self._status()) if self.system == KVHOLD else self._used_engines()
+            held = self._held_by_nodes() if self.system == KVHOLD else self._used_engines()
             return not held
 
         wait_until(is_free, _FREE_WITHIN_S)
@@ -197,19 +235,31 @@ class PdPair:
 
     def _is_prefilling(self) -> bool:
         if self.system == KVHOLD:
-            return self._status()["announced_chunks"] > 0
-        return self._engines["prefill"].metric(_RUNNING) > 0
+            return self._status("prefill")["announced_chunks"] > 0
+        return any(engine.metric(_RUNNING) > 0 for engine in self._engines["prefill"].values())
+
+    def _held_by_nodes(self) -> dict[str, int]:
+        roles = ROLES if self._conditions.two_nodes else ROLES[:1]
+        return count_held(self._status(role) for role in roles)
 
     def _used_engines(self) -> dict[str, int]:
-        running = [role for role in ROLES if self.is_running(role)]
-        used = {role for role in running if self._engines[role].metric(_USED_BLOCKS) > 0}
-        return {f"{role} engine with blocks in use": 1 for role in used}
+        used = [engine for engine in self._all() if engine.is_running]
+        num_used = sum(engine.metric(_USED_BLOCKS) > 0 for engine in used)
+        return {"engines with blocks in use": num_used} if num_used else {}
 
-    def _status(self) -> NodeStatus:
-        with NodeClient(self._socket, _PATIENT, name="kvhold bench") as client:
+    def _all(self) -> list[OpenAIServer]:
+        return [engine for engines in self._engines.values() for engine in engines.values()]
+
+    def _status(self, role: Role) -> NodeStatus:
+        with NodeClient(self._sockets[role], _PATIENT, name="kvhold bench") as client:
             return client.status()
 
-    def _connector(self) -> dict[str, Any]:
+    def _address(self, role: Role) -> str:
+        if self._second_host is None:
+            return _LOOPBACK
+        return self._second_host.address if role == "prefill" else _LOOPBACK
+
+    def _connector(self, role: Role) -> dict[str, Any]:
         if self.system == NIXL:
             extra = {"kv_lease_duration": _NIXL_LEASE_S} if self._conditions.short_leases else {}
             return {
@@ -223,11 +273,30 @@ class PdPair:
         ram_bytes = chunks if self._conditions.tiny_arena else self._usual_bytes
         wait_s = _SHORTEST_S if self._conditions.short_leases else HANDOVER_S
         return kvhold_connector(
-            self._socket,
+            self._sockets[role],
             ram_bytes,
             idle_exit_s=_NODE_OUTLIVES_ENGINES_S,
             client={"handover_timeout_s": wait_s, "handover_grace_s": min(wait_s, 1.0)},
+            **(self._peers(role) if self._conditions.two_nodes else {}),
         )
+
+    def _peers(self, role: Role) -> dict[str, Any]:
+        """Settings of a node that reads the other role's."""
+        host = self._second_host
+        there, here = (host.address, host.here) if host is not None else (_LOOPBACK, _LOOPBACK)
+        addresses = {
+            "prefill": f"{there}:{self._peer_ports['prefill']}",
+            "decode": f"{here}:{self._peer_ports['decode']}",
+        }
+        serving: dict[str, Any] = {"listen": addresses[role]}
+        login = ""
+        if host is not None:
+            token = self._folder / "token"
+            token.touch(mode=0o600)
+            token.write_text("kvhold bench pd\n")
+            serving |= {"token_file": str(token), "insecure": True}
+            login = f"?token_file={token}&insecure=true"
+        return {"tiers": [f"peers://{','.join(addresses.values())}{login}"], "peers": serving}
 
     def _environment(self) -> dict[str, str]:
         if self.system != NIXL:

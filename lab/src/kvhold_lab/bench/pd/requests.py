@@ -22,6 +22,7 @@ from kvhold_lab.engines.prompts import make_prompt
 
 MOST_TOKENS = 1_500
 OUTPUT_TOKENS = 8
+FOR_DECODER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 _LEAST_TOKENS = 300
 _PATH = "/v1/completions"
@@ -123,7 +124,28 @@ def send_prefill(
 
     Raises EngineFailed.
     """
-    body = request.body(salt, params) | {"max_tokens": 1, "stream": False}
+    return post_prefill(
+        url, request.prompt, salt, params, timeout_s=timeout_s, request_id=request_id
+    )
+
+
+def post_prefill(
+    url: str,
+    prompt: list[int],
+    salt: str,
+    params: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    request_id: str = "",
+) -> dict[str, Any]:
+    """The same for a prompt."""
+    body = _body(prompt) | {
+        "max_tokens": 1,
+        "return_token_ids": True,
+        "stream": False,
+        "cache_salt": salt,
+        "kv_transfer_params": dict(params),
+    }
     try:
         with closing(post(url, body, timeout_s=timeout_s, request_id=request_id)) as connection:
             response = connection.getresponse()

@@ -2,14 +2,19 @@
 
 Each round asks every system for prompts of each share of reuse, one request at a time. A system's
 prompts have a salt of their own. Requests of "alone" and "prefill alone" are left alone by kvhold,
-in the same engines.
+in the same engines. "prefills next door" is the decode engine alone, while the prefill engine
+computes other prompts that it hands over.
 """
 
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,28 +24,32 @@ import numpy as np
 from kvhold_lab.bench.engines import OutputsDiffer
 from kvhold_lab.bench.pd.faults import KVHOLD, NIXL, USUAL
 from kvhold_lab.bench.pd.pair import PdPair
-from kvhold_lab.bench.pd.requests import TimedAnswer, time_answer
+from kvhold_lab.bench.pd.requests import FOR_DECODER, TimedAnswer, post_prefill, time_answer
 from kvhold_lab.bench.ratios import Cell, ratio, shared
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.prompts import make_prompt
 from kvhold_lab.servers.proxy import ProxyProcess
 
 ALONE, PREFILL_ALONE, LIMIT = "alone", "prefill alone", "limit"
+NEXT_DOOR = "prefills next door"
 
 _OUTPUT_TOKENS = 32
 _HELD_PROMPTS = 8
 _ANSWER_S = 600.0
 _LEFT_ALONE = {"kvhold": {"store": False, "load": False}}
+_numbers = count()
 
 
 @dataclass(frozen=True)
 class PdSpeedRow:
-    """reuse:          share of the prompt that was seen before, in %
-    itl_p50_s:      between tokens; null: one token only
-    ratio_to_nixl:  of TTFT; null: NixlConnector was not measured
-    interval:       of that ratio, 95 %
-    ratio_to_limit: of TTFT, to that of the prefill engine alone plus one decode step
-    limit_interval: of that ratio, 95 %
+    """reuse:              share of the prompt that was seen before, in %
+    itl_p50_s:          between tokens; null: one token only
+    ratio_to_nixl:      of TTFT; null: NixlConnector was not measured
+    interval:           of that ratio, 95 %
+    ratio_to_limit:     of TTFT, to that of the prefill engine alone plus one decode step
+    limit_interval:     of that ratio, 95 %
+    itl_ratio_to_alone: of the time between tokens, while prefills run next door; null: they do not
+    itl_interval:       of that ratio, 95 %
     """
 
     system: str
@@ -52,6 +61,8 @@ class PdSpeedRow:
     interval: tuple[float, float] | None = None
     ratio_to_limit: float | None = None
     limit_interval: tuple[float, float] | None = None
+    itl_ratio_to_alone: float | None = None
+    itl_interval: tuple[float, float] | None = None
     requests: int = 0
 
 
@@ -68,9 +79,13 @@ class PdSpeedWork:
 
 @dataclass
 class PdTimes:
-    """gaps_s: between tokens, by share and system"""
+    """cells:  times to the first token
+    steps:  medians of the times between tokens, of ALONE and NEXT_DOOR
+    gaps_s: between tokens, by share and system
+    """
 
     cells: list[Cell] = field(default_factory=list)
+    steps: list[Cell] = field(default_factory=list)
     gaps_s: dict[tuple[int, str], list[float]] = field(default_factory=dict)
 
     def add(self, reuse: int, num_tokens: int, answers: dict[str, TimedAnswer]) -> None:
@@ -83,28 +98,34 @@ class PdTimes:
             step_s = median(answers[ALONE].gaps_s)
             cell.seconds[LIMIT] = answers[PREFILL_ALONE].ttft_s + step_s
         self.cells.append(cell)
+        if NEXT_DOOR in answers:
+            step = Cell(reuse, num_tokens, burst=False)
+            for system in (ALONE, NEXT_DOOR):
+                step.seconds[system] = median(answers[system].gaps_s)
+            self.steps.append(step)
 
 
 def speed_rows(times: PdTimes) -> list[PdSpeedRow]:
     return [
         _row(times, reuse, system)
         for reuse in sorted({cell.reuse for cell in times.cells})
-        for system in (KVHOLD, NIXL, ALONE, PREFILL_ALONE)
+        for system in (KVHOLD, NIXL, ALONE, PREFILL_ALONE, NEXT_DOOR)
         if any(cell.reuse == reuse and system in cell.seconds for cell in times.cells)
     ]
 
 
 def render(rows: Sequence[PdSpeedRow]) -> str:
     heading = (
-        f"{'reuse':>5}  {'system':<13}  {'TTFT p50':>9}  {'p99':>9}  {'between tokens':>14}  "
-        f"{'to the limit':>21}  {'to nixl':>21}"
+        f"{'reuse':>5}  {'system':<18}  {'TTFT p50':>9}  {'p99':>9}  {'between tokens':>14}  "
+        f"{'to alone':>21}  {'to the limit':>21}  {'to nixl':>21}"
     )
     lines = [heading]
     for row in rows:
         itl = f"{row.itl_p50_s:.4f} s" if row.itl_p50_s is not None else "-"
         lines.append(
-            f"{row.reuse:>3} %  {row.system:<13}  {row.ttft_p50_s:7.3f} s  {row.ttft_p99_s:7.3f} s"
-            f"  {itl:>14}  {_shown(row.ratio_to_limit, row.limit_interval):>21}"
+            f"{row.reuse:>3} %  {row.system:<18}  {row.ttft_p50_s:7.3f} s  {row.ttft_p99_s:7.3f} s"
+            f"  {itl:>14}  {_shown(row.itl_ratio_to_alone, row.itl_interval):>21}"
+            f"  {_shown(row.ratio_to_limit, row.limit_interval):>21}"
             f"  {_shown(row.ratio_to_nixl, row.interval):>21}"
         )
     return "\n".join(lines)
@@ -146,6 +167,8 @@ def measure(
                 asked[PREFILL_ALONE] = _asking(
                     pair.url("prefill"), params=_LEFT_ALONE, max_tokens=1
                 )
+                neighbour = partial(_prefilling, pair.url("prefill"), work)
+                asked[NEXT_DOOR] = _asking_beside(asked[ALONE], neighbour)
         chance = random.Random(0)
         for number in range(work.rounds + 1):
             for reuse, prompt in _prompts(work, number):
@@ -182,6 +205,45 @@ def _asking(
     return ask
 
 
+def _asking_beside(
+    ask: Callable[[list[int], str], TimedAnswer],
+    neighbour: Callable[[], AbstractContextManager[None]],
+) -> Callable[[list[int], str], TimedAnswer]:
+    def ask_beside(prompt: list[int], salt: str) -> TimedAnswer:
+        with neighbour():
+            return ask(prompt, salt)
+
+    return ask_beside
+
+
+@contextmanager
+def _prefilling(url: str, work: PdSpeedWork) -> Iterator[None]:
+    """The engine computes new prompts for a decode engine, one after the other.
+
+    Raises EngineFailed.
+    """
+    is_over, has_begun = threading.Event(), threading.Event()
+
+    def prefill() -> None:
+        try:
+            while not is_over.is_set():
+                number = next(_numbers)
+                prompt = make_prompt(work.model.path, work.num_tokens, seed=1_000_000 + number)
+                has_begun.set()
+                post_prefill(url, prompt, NEXT_DOOR, FOR_DECODER, timeout_s=_ANSWER_S)
+        finally:
+            has_begun.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(prefill)
+        try:
+            has_begun.wait()
+            yield
+        finally:
+            is_over.set()
+        running.result()
+
+
 def _check_equal(answers: dict[str, TimedAnswer], reuse: int) -> None:
     right = answers[ALONE].tokens
     for system, answer in answers.items():
@@ -198,6 +260,8 @@ def _row(times: PdTimes, reuse: int, system: str) -> PdSpeedRow:
     gaps_s = times.gaps_s.get((reuse, system))
     to_nixl, nixl_interval = _ratio(cells, system, NIXL)
     to_limit, limit_interval = _ratio(cells, system, LIMIT)
+    steps = [cell for cell in times.steps if cell.reuse == reuse]
+    to_alone, itl_interval = _ratio(steps, system, ALONE)
     return PdSpeedRow(
         system,
         reuse,
@@ -208,6 +272,8 @@ def _row(times: PdTimes, reuse: int, system: str) -> PdSpeedRow:
         interval=nixl_interval,
         ratio_to_limit=to_limit,
         limit_interval=limit_interval,
+        itl_ratio_to_alone=to_alone,
+        itl_interval=itl_interval,
         requests=len(seconds),
     )
 

@@ -19,17 +19,27 @@ from typing import Any, Self
 from kvhold.core.errors import KVHoldError
 from kvhold_lab.bench.pd.faults import (
     KVHOLD,
+    ONE_EACH,
     USUAL,
     PdAnswer,
     PdConditions,
     PdFault,
     PdFaultRow,
     PdProtocol,
+    PdShape,
     by_conditions,
     judge,
 )
 from kvhold_lab.bench.pd.pair import AT_ONCE, START_S, PdPair, Role, alone, wait_until
-from kvhold_lab.bench.pd.requests import PdRequest, ask_alone, post, send, send_prefill
+from kvhold_lab.bench.pd.requests import (
+    FOR_DECODER,
+    PdRequest,
+    ask_alone,
+    post,
+    send,
+    send_prefill,
+)
+from kvhold_lab.bench.second_host import SecondHost
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.servers.proxy import ProxyProcess
 
@@ -42,7 +52,6 @@ _PROXY = {
     "KVHOLD_PROXY_QUEUE_TIMEOUT_S": "2",
     "KVHOLD_PROXY_PROBE_MAX_INTERVAL_S": "1",
 }
-_FOR_DECODER = {"do_remote_decode": True, "do_remote_prefill": False}
 _SAME_ID = "kvhold-bench-pd"
 
 
@@ -50,6 +59,7 @@ _SAME_ID = "kvhold-bench-pd"
 class PdWork:
     """num_requests: for each fault
     deadline_s:   of one request, with all its waits
+    second_host:  of the prefill engines, in faults with two nodes; None: this one
     """
 
     model: ModelInfo
@@ -57,6 +67,8 @@ class PdWork:
     threads: int
     deadline_s: float
     seed: int
+    shape: PdShape = ONE_EACH
+    second_host: SecondHost | None = None
 
 
 class PdTrial:
@@ -92,13 +104,13 @@ class PdTrial:
     @contextmanager
     def proxy(self, protocol: PdProtocol | None = None) -> Iterator[ProxyProcess]:
         """protocol: None: that of the fault. Another connector speaks only its own."""
-        prefill, protocol = self.pair.url("prefill"), protocol or self.fault.protocol
+        protocol = protocol or self.fault.protocol
         if self.pair.system != KVHOLD:
             protocol = "nixl"
-        if protocol == "p2p":
-            prefill += "?p2p=127.0.0.1:9"  # kvhold's engines do not use it
+        address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""  # kvhold's engines do not use it
+        prefill = [url + address for url in self.pair.urls("prefill")]
         settings = _PROXY | {"KVHOLD_PROXY_PROTOCOL": protocol}
-        with ProxyProcess([prefill], [self.pair.url("decode")], **settings) as proxy:
+        with ProxyProcess(prefill, self.pair.urls("decode"), **settings) as proxy:
             yield proxy
 
     def send(self, url: str, requests: Sequence[PdRequest]) -> list[Future[PdAnswer]]:
@@ -119,7 +131,7 @@ class PdTrial:
         """
         leg = partial(send_prefill, self.pair.url("prefill"), salt=salt, timeout_s=self.deadline_s)
         sent = [
-            [self._senders.submit(leg, request, params=_FOR_DECODER) for _ in range(times)]
+            [self._senders.submit(leg, request, params=FOR_DECODER) for _ in range(times)]
             for request in requests
         ]
         return [[one.result() for one in of_request] for of_request in sent]
@@ -187,8 +199,16 @@ def fault_rows(
         for system in systems:
             for conditions, faults in by_conditions(names, system):
                 how = "" if conditions == USUAL else f" with {_shown(conditions)}"
-                say(f"starting a prefill and a decode engine, {system}{how} ...")
-                with PdPair(work.model, folder, system, conditions, threads=work.threads) as pair:
+                say(f"starting the engines of {work.shape.name}, {system}{how} ...")
+                with PdPair(
+                    work.model,
+                    folder,
+                    system,
+                    conditions,
+                    threads=work.threads,
+                    shape=work.shape,
+                    second_host=work.second_host,
+                ) as pair:
                     for fault in faults:
                         pair.start_missing()
                         yield try_fault(pair, fault, requests, work.deadline_s)
@@ -210,7 +230,7 @@ def try_fault(
                 for request in requests
                 if request.number not in answered
             ] or [PdAnswer(requests[0].number, [], 0.0, broken)]
-    is_same = pair.is_running("decode") and not fault.name.startswith("decoder")
+    is_same = pair.are_running("decode") and not fault.name.startswith("decoder")
     return judge(
         fault.name,
         pair.system,
@@ -224,6 +244,8 @@ def try_fault(
 
 
 def _shown(conditions: PdConditions) -> str:
+    if conditions.two_nodes:
+        return "two nodes"
     return "a tiny arena" if conditions.tiny_arena else "short leases"
 
 
@@ -296,6 +318,16 @@ def _node_killed(trial: PdTrial) -> None:
     with trial.proxy() as proxy:
         sent = trial.send(proxy.url, trial.requests)
         trial.await_prefill()
+        trial.pair.kill_node()
+        trial.collect(sent)
+    trial.pair.await_node()
+
+
+def _peer_killed(trial: PdTrial) -> None:
+    """The node that the decode engine's node reads."""
+    with trial.proxy() as proxy:
+        sent = trial.send(proxy.url, trial.requests)
+        trial.await_prefilled(proxy, 1)
         trial.pair.kill_node()
         trial.collect(sent)
     trial.pair.await_node()
@@ -387,4 +419,6 @@ TRIALS: dict[str, Callable[[PdTrial], None]] = {
     "decoder killed": _decoder_killed,
     "producer evicting": _plain,
     "short leases": _short_leases,
+    "two nodes": _plain,
+    "peer killed": _peer_killed,
 }

@@ -1,0 +1,84 @@
+"""A second host: a network namespace of this machine, with a veth pair to this one.
+
+    with second_host() as host:        # needs the rights of root, and iproute2
+        subprocess.Popen([*host.enter, "command"])
+
+It shares nothing but the network and the file system. Namespaces of killed runs are removed.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvhold.core.errors import KVHoldError
+
+_PREFIX = "kvb"
+
+
+class NoSecondHost(KVHoldError):
+    """It cannot be made here; says why."""
+
+
+@dataclass(frozen=True)
+class SecondHost:
+    """name:    of the namespace
+    address: of this host in the common network
+    here:    of the machine's own namespace in it
+    """
+
+    name: str
+    address: str
+    here: str
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """The words before a command that runs there."""
+        return ("ip", "netns", "exec", self.name)
+
+
+@contextmanager
+def second_host() -> Iterator[SecondHost]:
+    """Raises NoSecondHost."""
+    if shutil.which("ip") is None:
+        raise NoSecondHost("the program ip is not installed here (apt-get install iproute2)")
+    _remove_those_of_ended_runs()
+    name, network = f"{_PREFIX}{os.getpid()}", f"10.214.{os.getpid() % 250}"
+    host = SecondHost(name, f"{network}.2", f"{network}.1")
+    there, here = f"{name}b", f"{name}a"
+    _run("netns", "add", name)
+    try:
+        _run("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+        _run("addr", "add", f"{host.here}/24", "dev", here)
+        _run("link", "set", here, "up")
+        _run("-n", name, "addr", "add", f"{host.address}/24", "dev", there)
+        for interface in ("lo", there):
+            _run("-n", name, "link", "set", interface, "up")
+        yield host
+    finally:
+        with suppress(NoSecondHost):
+            _run("netns", "del", name)  # with the pair
+
+
+def _remove_those_of_ended_runs() -> None:
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=False
+    ).stdout
+    for name, pid in re.findall(rf"^({_PREFIX}(\d+))\b", listed, re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
+            with suppress(NoSecondHost):
+                _run("netns", "del", name)
+
+
+def _run(*arguments: str) -> None:
+    try:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise NoSecondHost(
+            f"a second network namespace cannot be made here: {said.strip()}"
+        ) from None

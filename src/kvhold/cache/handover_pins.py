@@ -1,0 +1,281 @@
+"""Keeps the chunks of handed-over prompts in memory until another engine reads them.
+
+    pins.begin(owner, query, layout, intent)    # a lookup with `ComputeIntent.keep_s`
+    pins.stored(entry), pins.removed(entry)     # changes of memory
+    pins.read(query)                            # the other engine has its hit, which pins it
+    pins.sent(key)                              # or its host has got the last chunk
+    pins.expire()                               # before an eviction
+
+A prompt is kept until the other engine's lookup is answered, or its host has read the last whole
+chunk, or until `keep_s` after the last chunk was stored. It also ends when its owner leaves, and
+when it is cleared. Kept prompts get at most a quarter of memory, and of a namespace's quota; chunks
+beyond are cache like any other. Since a chunk protects those before it from eviction, the first
+chunks of a prompt are kept. No I/O.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from math import inf
+
+from kvhold.cache.index.names import chunk_names, tail_names
+from kvhold.cache.index.pins import Pins
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, Query, place_suffix
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.core.planning import ComputeIntent
+from kvhold.memory.slab import size_class
+from kvhold.tiers.ram import Entry, RamTier
+
+_MOST_KEYS = 1024  # per prompt, pinned in one turn
+_MOST_PROMPTS = 1024  # per owner
+_MOST_CHUNKS = 16_384  # per owner
+_SHARE = 4  # a quarter
+
+
+class HandoverEnd(StrEnum):
+    """Why a prompt is not kept any more.
+
+    READ: the other engine, or its host, has it. DEADLINE: it did not come in time. REPEATED: the
+    request was looked up again. OWNER_LEFT: the engine that handed it over. CLEARED: its namespace.
+    """
+
+    READ = "read"
+    DEADLINE = "deadline"
+    REPEATED = "repeated"
+    OWNER_LEFT = "owner left"
+    CLEARED = "cleared"
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is handed over.
+
+    names:  of its chunks and its tail
+    last:   of its last whole chunk
+    unsent: keys of that chunk which another host needs, and has not read
+    due_s:  its deadline
+    """
+
+    owner: Hashable
+    request: str
+    names: list[bytes]
+    last: bytes
+    unsent: set[bytes]
+    keep_s: float
+    due_s: float
+
+
+_Prompts = dict[bytes, dict[_Prompt, None]]
+
+
+class HandoverPins:
+    def __init__(
+        self, ram: RamTier, metrics: Metrics, pins: Pins, clock: Callable[[], float]
+    ) -> None:
+        self._ram = ram
+        self._metrics = metrics
+        self._pins = pins
+        self._clock = clock
+        self._by_owner: dict[Hashable, dict[str, _Prompt]] = {}
+        self._by_name: _Prompts = {}
+        self._by_last: _Prompts = {}
+        # by name and key; each entry is pinned once
+        self._kept: dict[bytes, dict[bytes, Entry]] = {}
+        self._bytes: dict[bytes, int] = {}  # by name, for all its keys
+        self._bytes_by: dict[bytes, int] = {}  # by namespace
+        self._next_due_s = inf
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def kept(self) -> list[Entry]:
+        return [entry for entries in self._kept.values() for entry in entries.values()]
+
+    def begin(self, owner: Hashable, query: Query, layout: Layout, intent: ComputeIntent) -> None:
+        """Keep a prompt's chunks: those that are in memory, and those that will be stored."""
+        if not intent.keep_s > 0:  # NaN, too
+            return
+        self.expire()
+        request = intent.cost.request
+        if (earlier := self._by_owner.get(owner, {}).get(request)) is not None:
+            self._end(earlier, HandoverEnd.REPEATED)
+        names = self._names(owner, query, layout)
+        if not names:
+            return
+        due_s = self._clock() + intent.keep_s
+        last = names[min(len(names), len(query.hashes) // HASH_BYTES) - 1]
+        unsent = {last + suffix for suffix in _suffixes(query, layout, only_full=True)}
+        prompt = _Prompt(owner, request, names, last, unsent, intent.keep_s, due_s)
+        self._next_due_s = min(self._next_due_s, due_s)
+        self._by_owner.setdefault(owner, {})[request] = prompt
+        self._by_last.setdefault(prompt.last, {})[prompt] = None
+        nbytes = _name_bytes(query, layout)
+        for name in names:
+            if name not in self._by_name:
+                self._charge(name, nbytes)
+            self._by_name.setdefault(name, {})[prompt] = None
+        suffixes = _suffixes(query, layout)
+        for name in names:
+            for suffix in suffixes:
+                if (entry := self._ram.find(name + suffix)) is not None:
+                    self._keep(name, entry)
+
+    def stored(self, entry: Entry) -> None:
+        if not self._by_name:
+            return
+        self.expire()
+        name = entry.key[:NAME_BYTES]
+        prompts = self._by_name.get(name)
+        if prompts is None:
+            return
+        now_s = self._clock()
+        for prompt in prompts:
+            prompt.due_s = now_s + prompt.keep_s
+        self._keep(name, entry)
+
+    def removed(self, entry: Entry) -> None:
+        name = entry.key[:NAME_BYTES]
+        kept = self._kept.get(name)
+        if kept is None or kept.get(entry.key) is not entry:
+            return
+        del kept[entry.key]
+        if not kept:
+            del self._kept[name]
+        self._pins.unpin([entry])
+
+    def read(self, query: Query) -> None:
+        """End the longest prompt that the query begins with; of several alike, the oldest."""
+        if not self._by_last:
+            return
+        names = [name for _, name in islice(chunk_names(query), _MOST_KEYS)]
+        for name in reversed(names):
+            if (prompts := self._by_last.get(name)) is not None:
+                self._end(next(iter(prompts)), HandoverEnd.READ)
+                return
+
+    def sent(self, key: bytes) -> None:
+        """Another host reads a chunk. With the last one, it has the prompt."""
+        if (prompts := self._by_last.get(key[:NAME_BYTES])) is None:
+            return
+        prompt = next(iter(prompts))
+        prompt.unsent.discard(key)
+        if not prompt.unsent:
+            self._end(prompt, HandoverEnd.READ)
+
+    def expire(self) -> None:
+        """End the prompts whose deadline has passed. Cheap if there are none."""
+        now_s = self._clock()
+        if now_s < self._next_due_s:
+            return
+        for prompt in self._prompts():
+            if prompt.due_s <= now_s:
+                self._end(prompt, HandoverEnd.DEADLINE)
+        self._next_due_s = min([prompt.due_s for prompt in self._prompts()], default=inf)
+
+    def release_owner(self, owner: Hashable) -> None:
+        for prompt in list(self._by_owner.get(owner, {}).values()):
+            self._end(prompt, HandoverEnd.OWNER_LEFT)
+
+    def clear(self, prefix: bytes) -> None:
+        for prompt in self._prompts():
+            if prompt.last.startswith(prefix):
+                self._end(prompt, HandoverEnd.CLEARED)
+
+    def _prompts(self) -> list[_Prompt]:
+        return [prompt for held in self._by_owner.values() for prompt in held.values()]
+
+    def _names(self, owner: Hashable, query: Query, layout: Layout) -> list[bytes]:
+        """Return the names to keep: whole chunks, and the tail; empty: none."""
+        held = self._by_owner.get(owner, {})
+        num_keys = len(layout.groups) * query.shards
+        left = _MOST_CHUNKS - sum(len(prompt.names) for prompt in held.values())
+        most = 0 if len(held) >= _MOST_PROMPTS else max(0, min(left, _MOST_KEYS // num_keys))
+        names = [name for _, name in islice(chunk_names(query), most)]
+        num_whole = len(query.hashes) // HASH_BYTES
+        self._skip((num_whole - len(names)) * num_keys, "too many")
+        is_whole = len(names) == num_whole
+        if names and is_whole and len(names) < most:
+            names += [name for _, name in tail_names(query)][-1:]  # engines store the longest
+        names = list(dict.fromkeys(names))  # a client may repeat some
+        nbytes, free_bytes = _name_bytes(query, layout), self._free_bytes(query.namespace)
+        for number, name in enumerate(names):
+            if name not in self._by_name:
+                free_bytes -= nbytes
+                if free_bytes < 0:
+                    self._skip((len(names) - number) * num_keys, "no share")
+                    return names[:number]
+        return names
+
+    def _skip(self, num_chunks: int, reason: str) -> None:
+        if num_chunks:
+            self._metrics.add("kvhold_handover_skipped_chunks", num_chunks, reason=reason)
+
+    def _free_bytes(self, namespace: bytes) -> int:
+        capacity_bytes = self._ram.capacity_bytes
+        quota_bytes = self._ram.quota_bytes or capacity_bytes
+        return min(
+            capacity_bytes // _SHARE - sum(self._bytes_by.values()),
+            quota_bytes // _SHARE - self._bytes_by.get(namespace, 0),
+        )
+
+    def _charge(self, name: bytes, nbytes: int) -> None:
+        namespace = name[:NAMESPACE_BYTES]
+        self._bytes[name] = nbytes
+        self._bytes_by[namespace] = self._bytes_by.get(namespace, 0) + nbytes
+
+    def _discharge(self, name: bytes) -> None:
+        namespace = name[:NAMESPACE_BYTES]
+        left = self._bytes_by[namespace] - self._bytes.pop(name)
+        if left:
+            self._bytes_by[namespace] = left
+        else:
+            del self._bytes_by[namespace]
+
+    def _keep(self, name: bytes, entry: Entry) -> None:
+        kept = self._kept.setdefault(name, {})
+        if entry.key not in kept:
+            self._ram.hold(entry)
+            kept[entry.key] = entry
+
+    def _end(self, prompt: _Prompt, why: HandoverEnd) -> None:
+        held = self._by_owner[prompt.owner]
+        del held[prompt.request]
+        if not held:
+            del self._by_owner[prompt.owner]
+        _drop(self._by_last, prompt.last, prompt)
+        unpinned: list[Entry] = []
+        for name in prompt.names:
+            _drop(self._by_name, name, prompt)
+            if name not in self._by_name:
+                self._discharge(name)
+                unpinned += self._kept.pop(name, {}).values()
+        self._pins.unpin(unpinned)
+        self._metrics.add("kvhold_handovers", result=why)
+
+
+def _drop(prompts: _Prompts, name: bytes, prompt: _Prompt) -> None:
+    of_name = prompts[name]
+    del of_name[prompt]
+    if not of_name:
+        del prompts[name]
+
+
+def _suffixes(query: Query, layout: Layout, *, only_full: bool = False) -> list[bytes]:
+    """only_full: those of groups with full attention, if there are any"""
+    groups = list(range(len(layout.groups)))
+    full = [group for group in groups if layout.groups[group].attention == "full"]
+    return [
+        place_suffix(group, shard)
+        for group in (full if only_full and full else groups)
+        for shard in range(query.shards)
+    ]
+
+
+def _name_bytes(query: Query, layout: Layout) -> int:
+    """Return the memory of a whole chunk, of all groups and shards."""
+    size = layout.tokens_per_chunk
+    sizes = [layout.chunk_bytes(group, size) for group in range(len(layout.groups))]
+    return query.shards * sum(map(size_class, sizes))
