@@ -95,7 +95,9 @@ def engine(
         environment={
             "TEST_LEDGER": str(ledger),
             "TEST_PAUSE": pause,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         },
     )
 
