@@ -16,7 +16,8 @@ from typing import Any
 def fork_children(folder: Path) -> None:
     """Call it first, while this process has one thread: its children begin as it is then.
 
-    The children's own children are spawned.
+    The children's own children are spawned. Their output goes to the log: this process's may be
+    its answers.
     """
     address = str(folder / f"{os.getpid()}.children")
     alive, ours = os.pipe()
@@ -26,6 +27,8 @@ def fork_children(folder: Path) -> None:
         pid = os.fork()
         if pid == 0:
             os.close(ours)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(2, 1)
             try:
                 forkserver.main(listening.detach(), alive, [])
             finally:
