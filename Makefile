@@ -8,7 +8,7 @@ stage = @printf '\n=== %s ===\n' '$(1)'
 timed = @$(BIN)/python tools/stages.py run '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test begin checks parts lint docs kernels unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
+.PHONY: help setup servers demo test begin checks static parts engines lint docs kernels unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -24,7 +24,7 @@ demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
 
 test: MEASURE = --measure
-test: begin checks parts vllm sglang ## everything that must hold: lint, types, docs, simulation, unit tests, tests with real servers, a real vLLM, SGLang's interfaces; coverage
+test: begin checks parts engines ## everything that must hold: lint, types, docs, simulation, unit tests, tests with real servers, a real vLLM, SGLang's interfaces; coverage
 	$(call stage,coverage without vLLM)
 	@$(BIN)/python tools/report_coverage.py parts sglang
 	$(call stage,seconds of the stages)
@@ -33,12 +33,22 @@ test: begin checks parts vllm sglang ## everything that must hold: lint, types, 
 begin:
 	@rm -f build/stages.tsv
 
-# The servers are installed meanwhile: that waits for the network and the disk.
+# $(call beside,A,B): make A, and B meanwhile, whose output comes at the end.
+beside = @log=$$(mktemp); $(MAKE) --no-print-directory MEASURE=$(MEASURE) $(2) >$$log 2>&1 & other=$$!; \
+	$(MAKE) --no-print-directory $(1); first=$$?; \
+	wait $$other; other=$$?; cat $$log; rm $$log; \
+	exit $$((first ? first : other))
+
+# Installing the servers waits for the network and the disk.
 checks: setup
-	@log=$$(mktemp); $(MAKE) --no-print-directory servers >$$log 2>&1 & servers=$$!; \
-	$(MAKE) --no-print-directory lint docs kernels simulation; checks=$$?; \
-	wait $$servers; servers=$$?; cat $$log; rm $$log; \
-	exit $$((checks ? checks : servers))
+	$(call beside,static simulation,servers)
+
+static: setup # mypy has one core, the documentation and then the compilers have the other
+	$(call beside,lint,docs kernels)
+
+# Engines wait for each other and for their nodes, so cores are free.
+engines: setup servers
+	$(call beside,vllm,sglang)
 
 parts: setup servers ## the tests without vLLM and SGLang: `unit` and `tiers` at once, because those of tiers mostly wait
 	$(call stage,pytest: units, real servers and long tests)
@@ -75,9 +85,9 @@ tiers: setup servers ## the tests with real servers, and the long ones; four at 
 	$(call stage,pytest: real servers and long tests)
 	$(call timed,servers) $(BIN)/python tools/run_tests.py $(MEASURE) servers -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
 
-vllm: setup servers ## the tests with a real vLLM: two at a time, since an engine starts on one core; then those that want both
+vllm: setup servers ## the tests with a real vLLM: three at a time, because they wait, too; then those that want all cores
 	$(call stage,pytest: with vLLM)
-	$(call timed,vllm) $(BIN)/python tools/run_tests.py vllm -m 'vllm and not alone' -n 2 --dist loadfile
+	$(call timed,vllm) $(BIN)/python tools/run_tests.py vllm -m 'vllm and not alone' -n 3 --dist loadfile
 	$(call stage,pytest: with vLLM, one after the other)
 	$(call timed,vllm alone) $(BIN)/python tools/run_tests.py 'vllm, alone' -m 'vllm and alone'
 

@@ -9,25 +9,57 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvhold_lab.engines.preloaded import VARIABLE, preloading
 from kvhold_lab.servers.programs import PACKAGES
 from tests.measuring import Measuring, measured
 
 # Files whose tests are long and share nothing.
-SPREAD_FILES = (
-    "tests/lab/simulation/test_simulation.py",
+SPREAD_FILES = ("tests/lab/simulation/test_simulation.py",)
+# Files that take a minute or more, the longest first. They begin first: at the end one would run
+# alone.
+LONG_FILES = (
+    "tests/vllm/test_reuse.py",
+    "tests/vllm/test_codecs.py",
+    "tests/vllm/test_verify.py",
+    "tests/vllm/test_verify_damage.py",
+    "tests/lab/bench/load/test_real_server.py",
+    "tests/vllm/test_mini_engine.py",
+    "tests/vllm/test_naming_engines.py",
+    "tests/examples/test_two_vllm_engines.py",
+    "tests/vllm/test_two_servers.py",
+    "tests/vllm/test_adapter_engine.py",
+    "tests/vllm/test_computing_once_servers.py",
+    "tests/vllm/test_span_hosts.py",
+    "tests/vllm/test_two_hosts.py",
+    "tests/vllm/test_engine_driver.py",
+    "tests/vllm/test_worker_device.py",
+    "tests/lab/engines/test_preloaded.py",
+    "tests/vllm/test_requests_soak.py",
     "tests/memory/test_device_mutations.py",
+    "tests/lab/bench/test_gpu.py",
+    "tests/lab/simulation/test_simulation.py",
+    "tests/codecs/test_quantised.py",
+    "tests/test_distributions.py",
+    "tests/lab/bench/test_tiers.py",
+    "tests/node/test_peer_nodes.py",
+    "tests/lab/demo/test_demo.py",
+    "tests/lab/bench/test_peers.py",
+    "tests/lab/bench/test_quality.py",
+    "tests/tiers/test_s3.py",
+    "tests/tiers/test_disk_crash.py",
+    "tests/lab/bench/test_micro.py",
 )
 
 MEASURING = pytest.StashKey[Measuring | None]()
+UNTIL_THE_END = pytest.StashKey[ExitStack]()
 
-# Engines are forked from a process that has imported vLLM: most of a start is that import.
-os.environ.setdefault("PRELOAD_VLLM", "1")
 # Inherited by every server a test starts: nothing asks a hub, nothing reports home.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -46,13 +78,20 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give nodes a state folder of the tests' own."""
+    """Give nodes a state folder of the tests' own, and engines a folder of processes to be forked
+    from: most of a start is the import of vLLM.
+    """
     measurement = measured()
     config.stash[MEASURING] = Measuring(measurement) if measurement is not None else None
+    config.stash[UNTIL_THE_END] = until_the_end = ExitStack()
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = str(until_the_end.enter_context(preloading()))
+        until_the_end.callback(os.environ.pop, VARIABLE)
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kvhold-tests-state-")
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[UNTIL_THE_END].close()
     shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
@@ -77,6 +116,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first, then those of many tests."""
+    counts = Counter(_file(item.nodeid) for item in items)
+    ranks = {file: rank - len(LONG_FILES) for rank, file in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: (ranks.get(file := _file(item.nodeid), 0), -counts[file], file))
     if importlib.util.find_spec("vllm") is not None:
         return
     for item in items:
@@ -97,17 +140,32 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         measuring.end()
 
 
+@pytest.fixture
+def unmeasured_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For long tests whose child processes run what other tests measure, or a copy of the code."""
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+
+
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, but the tests of `SPREAD_FILES` go to any worker."""
+    """As `--dist loadfile`, but in the order of collection, and the tests of `SPREAD_FILES` go to
+    any worker.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", 1)[0]
+            file = _file(nodeid)
             return nodeid if file in SPREAD_FILES else file
 
-    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::", 1)[0]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

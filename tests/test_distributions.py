@@ -6,6 +6,7 @@ it reads the packages of the environment of these tests, but not kvhold's own.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -67,6 +68,7 @@ def both(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     """The Python of an environment with both wheels."""
     python = _environment(tmp_path_factory.mktemp("both"), reads=_packages())
     _run(python, "-m", "pip", "install", "--quiet", "--no-deps", *wheels.values())
+    _bring_compiled_kernels(python)
     return python
 
 
@@ -162,6 +164,7 @@ class TestWithTheLab:
 def test_vllm_is_served_by_the_wheel_alone(wheels: dict[str, Path], tmp_path: Path) -> None:
     python = _environment(tmp_path / "environment", reads=_packages())
     _run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheels["kvhold"])
+    _bring_compiled_kernels(python)
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
     socket = tmp_path / "node.sock"
@@ -177,16 +180,35 @@ def test_vllm_is_served_by_the_wheel_alone(wheels: dict[str, Path], tmp_path: Pa
     assert status["counters"]["kvhold_leased_chunks"] >= 3, "the second prompt was loaded"
 
 
+def _bring_compiled_kernels(python: Path) -> None:
+    """Copy those of the checkout, whose sources are the same: compiling them takes a minute."""
+    installed = _purelib(python)
+    for sources in (ROOT / "src", ROOT / "lab" / "src"):
+        for compiled in sources.glob("**/__pycache__/*.nb[ci]"):
+            place = installed / compiled.relative_to(sources)
+            if place.parent.parent.is_dir():
+                place.parent.mkdir(exist_ok=True)
+                shutil.copy2(compiled, place)
+        for source in sources.glob("**/numba_*.py"):
+            copy = installed / source.relative_to(sources)
+            if copy.exists() and copy.read_bytes() == source.read_bytes():
+                shutil.copystat(source, copy)  # Numba compares the source's time
+
+
 def _environment(folder: Path, *, reads: Path | None = None) -> Path:
     """Make a virtual environment, and return its Python. reads: a folder of further packages."""
     _run(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
     if reads is not None:
-        own = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+        own = _purelib(python)
         # a folder named in a .pth file is searched after the environment's own, and its .pth files
         # (such as that of an editable install) are not read
         (own / "reads.pth").write_text(f"{reads}\n")
     return python
+
+
+def _purelib(python: Path) -> Path:
+    return Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
 
 
 def _packages() -> Path:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ def main() -> int:
 
     floor = float(str(measured.get_option("report:fail_under")))
     print("\n".join(summary(report, options.stages, floor)))
-    return 1 if os.environ.get("CI") and report["totals"]["percent_covered"] < floor else 0
+    return exit_status(report["totals"]["percent_covered"], floor, os.environ)
+
+
+def exit_status(percent: float, floor: float, environment: Mapping[str, str]) -> int:
+    return 1 if environment.get("CI") and percent < floor else 0
 
 
 def summary(report: dict[str, Any], stages: list[str], floor: float) -> list[str]:

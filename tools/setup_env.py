@@ -40,6 +40,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -154,7 +155,8 @@ class Environment:
             raise PipError(f"pip {' '.join(map(str, arguments))}\n{done.stdout}")
 
     def install(self, *arguments: str | Path) -> None:
-        self.pip("install", "--progress-bar", "off", *arguments)
+        """Without compiling: most modules are never imported."""
+        self.pip("install", "--no-compile", "--progress-bar", "off", *arguments)
 
 
 def main() -> None:
@@ -185,12 +187,10 @@ def set_up(root: Path, settings: Settings) -> None:
     env = step(1, f"virtual environment in {shown(root)}", lambda: make_venv(root, env))
     vllm = step(2, "vLLM for the CPU", lambda: bring_vllm(env, settings))
     torch = step(3, "torch", lambda: bring_torch(env, settings, with_vllm=vllm is not None))
-    step(4, "kvhold and what it and vLLM require", lambda: bring_requirements(env, torch))
-    sglang = step(
-        5,
-        "SGLang's interfaces, in a folder of their own",
-        lambda: bring_sglang(env, settings, with_vllm=vllm is not None),
-    )
+    with ThreadPoolExecutor(1) as beside:  # another folder, so another pip can fill it meanwhile
+        bringing = beside.submit(bring_sglang, env, settings, with_vllm=vllm is not None)
+        step(4, "kvhold and what it and vLLM require", lambda: bring_requirements(env, torch))
+        sglang = step(5, "SGLang's interfaces, in a folder of their own", bringing.result)
     step(
         6,
         "a look whether all of it can be imported",

@@ -263,9 +263,9 @@ MUTATIONS = [
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One copy for all, so that its kernels and its modules are compiled once."""
+    """One copy for all, so that its modules are compiled once; compiled kernels are copied, too."""
     copy = tmp_path_factory.mktemp("mutations") / "src"
-    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("*.pyc"))
     # by hash: a mutation may be as long as what it replaces, and as old
     compileall.compile_dir(copy, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     return copy

@@ -32,6 +32,7 @@ MOST_WRITES = 60  # acknowledged before a writer is killed
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unmeasured_children")
 @pytest.mark.parametrize("max_bytes", [1 << 30, 2 * MIB], ids=["with room", "evicting"])
 async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, max_bytes: int) -> None:
     chance = random.Random(max_bytes)

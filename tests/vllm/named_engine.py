@@ -20,7 +20,7 @@ TOKENS = [
 
 
 def main() -> None:
-    os.environ.update(environment_for(2) | {"VLLM_LOGGING_LEVEL": "ERROR"})
+    os.environ.update(environment_for(1) | {"VLLM_LOGGING_LEVEL": "ERROR"})
     import vllm.v1.engine.llm_engine  # noqa: F401 - once for all
 
     for start in json.loads(sys.argv[1]):

@@ -3,7 +3,6 @@ state of their files.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 
 from kvhold.node.start import end_node
 from kvhold_lab.checkpoints import make_checkpoint
+from kvhold_lab.engines.process import LoggedProcess
+from kvhold_lab.engines.stepped import environment_for
 
 pytestmark = pytest.mark.vllm
 
@@ -26,18 +27,25 @@ def run(folder: Path, *socket: str) -> dict[str, Any]:
         str(folder),
         *socket,
     ]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500
+    log = folder / "log"
+    process = LoggedProcess(
+        "the engine", command, log_path=log, environment=environment_for(1), preloads=True
     )
-    line = next((line for line in done.stdout.splitlines() if line.startswith('{"loaded')), "")
-    assert line, done.stderr[-3000:]
+    try:
+        assert process.wait(500), process.log_tail()
+    finally:
+        process.kill()
+    lines = log.read_text().splitlines()
+    line = next((line for line in lines if line.startswith('{"loaded')), "")
+    assert line, "\n".join(lines[-40:])
     said: dict[str, Any] = json.loads(line)
     return said
 
 
 def test_adapters_that_are_newer_than_the_engine_are_cached_once_its_workers_have_loaded_them(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
     socket = tmp_path / "node.sock"
     try:
         cached = run(tmp_path / "cached", str(socket))

@@ -108,6 +108,7 @@ def ask(
         kv_cache_bytes=32 << 20,
         block_size=32,
         kv_transfer_config=transfer,
+        num_threads=1,
     )
     with Engine(options) as engine:
         answers = [

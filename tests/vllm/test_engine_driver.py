@@ -13,6 +13,7 @@ from kvhold_lab.engines.engine import Engine, is_vllm_available, options_for
 from kvhold_lab.engines.messages import EngineOptions
 from kvhold_lab.engines.models import ModelInfo, make_model
 from kvhold_lab.engines.openai_server import OpenAIServer
+from kvhold_lab.engines.preloaded import VARIABLE
 from kvhold_lab.engines.process import EngineFailed
 from kvhold_lab.engines.prompts import make_prompt
 
@@ -123,8 +124,10 @@ def test_an_engine_that_is_silent_for_too_long_is_ended(tiny: ModelInfo) -> None
 
 
 def test_the_server_streams_the_same_tokens_counts_its_hits_and_ends_when_told(
-    engine: Engine, tiny: ModelInfo
+    engine: Engine, tiny: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As its users start it: in other tests servers are forked."""
+    monkeypatch.delenv(VARIABLE, raising=False)
     assert engine.ready is not None
     block = engine.ready.tokens_per_block
     prompt = make_prompt(tiny.path, 5 * block + 7, seed=5)

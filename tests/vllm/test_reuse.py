@@ -88,13 +88,16 @@ def engine(
         "max_model_len": 2048,
         "block_size": BLOCK,
         "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token,
+        "num_threads": 1,  # more wait for each other on busy cores
     } | options
     return Engine(
         options_for(model, kv_transfer_config=connector if socket else None, **settings),
         environment={
             "TEST_LEDGER": str(ledger),
             "TEST_PAUSE": pause,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         },
     )
 

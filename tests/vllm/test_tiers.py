@@ -81,6 +81,7 @@ def engine(model: ModelInfo, socket: Path | None, *tiers: str, role: str = "kv_b
         "max_model_len": 2048,
         "block_size": 32,
         "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token,
+        "num_threads": 1,
     }
     return Engine(options_for(model, kv_transfer_config=connector if socket else None, **settings))
 

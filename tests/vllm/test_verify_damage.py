@@ -1,5 +1,6 @@
 """`kvhold verify` on a real vLLM: a connector that lies fails."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,21 @@ from tests.vllm.verifying import verify
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1_800)]
 
 
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The PYTHONPATH with the plugin: one for all, so that they fork from one process."""
+    folder = str(write_plugin(tmp_path_factory.mktemp("plugin")))
+    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.mark.parametrize(
     ("damage", "dtype"),
     [("bit", "float32"), ("block", "float32"), ("bit", "bfloat16"), ("block", "bfloat16")],
 )
 def test_a_loaded_block_that_is_damaged_on_the_way_fails(
-    tmp_path: Path, damage: str, dtype: str
+    tmp_path: Path, plugin: str, damage: str, dtype: str
 ) -> None:
-    environment = {"PYTHONPATH": str(write_plugin(tmp_path)), "TEST_DAMAGE": damage}
+    environment = {"PYTHONPATH": plugin, "TEST_DAMAGE": damage}
     verified = verify(
         tmp_path,
         "--classes",

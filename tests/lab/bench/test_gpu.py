@@ -15,7 +15,11 @@ from kvhold_lab.bench.gpu.command import PARTS, command
 from kvhold_lab.bench.gpu.rows import GpuRow, rate
 from kvhold_lab.bench.gpu.target import Target
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("unmeasured_children"),
+]
 
 FIELDS = {"part", "name", "value", "unit", "limit", "ratio", "ok"}
 

@@ -12,6 +12,7 @@ print("to the log", file=sys.stderr)
 print(
     json.dumps(
         {
+            "arguments": sys.argv[1:],
             "asked": sys.stdin.readline(),
             "environment": dict(os.environ),
             "folder": str(Path.cwd()),

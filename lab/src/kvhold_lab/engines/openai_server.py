@@ -125,7 +125,11 @@ class OpenAIServer(Child):
             *_arguments(self.options, self._host, self._port, self._engines),
         ]
         return LoggedProcess(
-            self._name, argv, log_path=self._log_path, environment=self._environment
+            self._name,
+            argv,
+            log_path=self._log_path,
+            environment=self._environment,
+            preloads=True,
         )
 
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:

@@ -29,7 +29,7 @@ class LoggedProcess:
     """A child in its own process group, so Ctrl-C reaches only the caller.
 
     pipes:       connect stdin and stdout to the caller
-    preloads:    `argv` is a module that imports vLLM
+    preloads:    `argv` is Python's with -m and a module that imports vLLM
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LoggedProcess:
             log_path.open("wb+") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115
         )
         environment = {**os.environ, **environment}
-        forked = spawn(argv[-1], environment, self._log) if preloads else None
+        forked = spawn(argv[2], argv[3:], environment, self._log, pipes=pipes) if preloads else None
         self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
             argv,
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,

@@ -144,7 +144,7 @@ def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> Muta
         shutil.copytree(
             _source() / "kvhold",
             Path(folder) / "kvhold",
-            ignore=shutil.ignore_patterns("__pycache__"),
+            ignore=shutil.ignore_patterns("*.pyc"),  # compiled kernels come with it
         )
         apply(patch, Path(folder))
         for line in _lines(Path(folder), first, most_seeds, hosts=hosts):
