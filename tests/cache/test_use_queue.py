@@ -18,7 +18,7 @@ from kvhold.node.central_store import CentralStore
 from kvhold.testing.cache import HYBRID, LAYOUTS, a_prompt, read, store
 from kvhold.tiers.disk import DiskTier
 from kvhold.tiers.policies import LearnedPolicy
-from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
+from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES, PolicyLookup
 from kvhold.tiers.policies.ghosts import uses_of
 from kvhold.tiers.policies.kinds import kind_of
 from tests.cache.below import (
@@ -45,8 +45,7 @@ def new(policy: str = "learned", *, is_told: bool = True, policy_for: str = "tok
     for space in (SPACE, SHARDED):
         state.register(space.layout)
     if is_told:
-        assert isinstance(state.ram.policy, LearnedPolicy)
-        state.uses.begin(state.ram.policy.times.add_place())
+        state.uses.begin()
     return state
 
 
@@ -73,10 +72,14 @@ def test_it_has_the_prompt_and_the_value_that_memorys_policy_got(
     state, heard, missed = new(), list[tuple[int, int]](), LearnedPolicy.missed
 
     def noted(
-        policy: LearnedPolicy, keys: Sequence[bytes], prompt: int, value: int, **options: bool
+        policy: LearnedPolicy,
+        keys: Sequence[bytes],
+        lookup: PolicyLookup,
+        value: int,
+        **options: bool,
     ) -> None:
-        heard.append((prompt, value))
-        missed(policy, keys, prompt, value, **options)
+        heard.append((lookup.prompt, value))
+        missed(policy, keys, lookup, value, **options)
 
     monkeypatch.setattr(LearnedPolicy, "missed", noted)
     state.lookup("reader", a_prompt(SPACE, 64).query())

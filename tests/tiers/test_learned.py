@@ -8,7 +8,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.testing.policy import PolicyContract
 from kvhold.tiers.policies import LearnedPolicy, LruPolicy
-from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
 from kvhold.tiers.policies.chains import Place
 from kvhold.tiers.policies.ghosts import MOST_KINDS, Ghost, pack, queue_of, unpack
 from kvhold_lab.simulate.generators import GENERATORS, generate
@@ -136,7 +136,7 @@ class TestGroupsAndShards:
         for key in (*self.keys(0, 0), *self.keys(0, 1)):
             policy.insert(key, 1)
         policy.remove(self.keys(0, 1)[0], evicted=True)
-        policy.used([*self.keys(0, 0), *self.keys(0, 1)], 9, 5)
+        policy.used([*self.keys(0, 0), *self.keys(0, 1)], PolicyLookup(9), 5)
         policy.insert(self.keys(0, 1)[0], 1)
         assert len({chunk.queue for chunk in policy._chunks.values()}) == 1
         assert policy.ghosts.num == 0
@@ -272,7 +272,7 @@ class TestValues:
         clock.now_s = 3500.0
         policy.insert(a_key(1), 1)
         policy.insert(a_key(2), 1)
-        policy.used([a_key(2)], 0, NEUTRAL - 4)
+        policy.used([a_key(2)], PolicyLookup(), NEUTRAL - 4)
         assert policy.victims(3, lambda _: False) == [a_key(number) for number in (0, 2, 1)]
         assert policy.victims(2, {a_key(0)}.__contains__) == [a_key(2), a_key(1)]
 
@@ -284,8 +284,8 @@ class TestValues:
 
     def test_a_later_lookup_changes_the_value(self) -> None:
         policy = self.stored([NEUTRAL, NEUTRAL], 15)
-        policy.used([a_key(0)], 0, NEUTRAL)
-        policy.used([a_key(1)], 0, 0)
+        policy.used([a_key(0)], PolicyLookup(), NEUTRAL)
+        policy.used([a_key(1)], PolicyLookup(), 0)
         assert self.victims(policy, 1) == [a_key(1)]
 
     def found(self, values: tuple[int, int]) -> int:
@@ -326,9 +326,9 @@ class TestValues:
         policy = self.stored([3], 15)
         policy.remove(a_key(0), evicted=True)
         policy.insert(a_key(0), 1)
-        policy.missed([a_key(1)], 0, 4)
+        policy.missed([a_key(1)], PolicyLookup(), 4)
         policy.insert(a_key(1), 1)
-        policy.used([a_key(1)], 0, 4)
+        policy.used([a_key(1)], PolicyLookup(), 4)
         assert self.victims(policy, 1) == [a_key(0)]
 
 
@@ -397,7 +397,7 @@ class TestManyQueues:
         policy = LearnedPolicy(clock)
         for number in range(640):
             policy.insert(a_key(number), 1)
-            policy.used([a_key(number)], number % 40, number // 40)
+            policy.used([a_key(number)], PolicyLookup(number % 40), number // 40)
         return policy
 
     def test_no_search_for_a_victim_looks_at_most_of_them(
@@ -420,7 +420,7 @@ class TestManyQueues:
         for number in range(2):
             policy.insert(a_key(number), 1)
         for number in range(640):
-            policy.used([a_key(0)], number % 40, number // 40)
+            policy.used([a_key(0)], PolicyLookup(number % 40), number // 40)
         for space in (policy._all, *policy._spaces.values()):
             assert len(space.queues) == 2
         policy.remove(a_key(0), evicted=True)

@@ -318,19 +318,19 @@ class Lookups:
         if uses == "none":
             return
         policy, keys, extent = self._ram.policy, FirstKeys(query), prefix.extent
-        prompt = policy.looked_up(keys, extent.whole)
+        lookup = policy.looked_up(keys, extent.whole)
         runs = self._values.runs(query, layout, max(len(keys), extent.chunks), asked.cost)
         for row in prefix.rows.values():
             yield 1
             for run in _steps(runs, 0, len(row), _MOST_USED):
                 here = [entry.key for entry in row[run.first : run.last] if entry is not None]
-                policy.used(here, prompt, run.value)
+                policy.used(here, lookup, run.value)
                 yield _USED_UNITS * len(here)
         for run in _steps(runs, extent.whole, len(keys), _MOST_NOTED):
-            policy.missed(keys[run.first : run.last], prompt, run.value, if_known=uses == "known")
+            policy.missed(keys[run.first : run.last], lookup, run.value, if_known=uses == "known")
             yield _MOST_NOTED
         if runs:
-            self._uses.add(query, layout, prompt, runs[-1].value)
+            self._uses.add(query, layout, lookup, runs[-1].value)
 
     def _forget_search(self, number: int, owner: Owner) -> None:
         self._leases.withdraw(owner, number)

@@ -33,12 +33,12 @@ class Extent:
 
 
 class FirstKeys(Sequence[bytes]):
-    """The whole chunks' keys in the first group and shard."""
+    """The whole chunks' keys in the first group, and in the first shard that the query needs."""
 
     def __init__(self, query: Query) -> None:
         self._namespace = query.namespace
         self._hashes = query.hashes
-        self._suffix = place_suffix(0, 0)
+        self._suffix = place_suffix(0, query.shard_numbers[0])
 
     def __len__(self) -> int:
         return len(self._hashes) // HASH_BYTES

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from kvhold.core.keys import NAMESPACE_BYTES
-from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
 from kvhold.tiers.policies.reuse_times import Use
 from kvhold.tiers.table import KeyTable
 
@@ -182,14 +182,21 @@ class ChainPolicy(ABC):
         find = self._chunks.get
         self._touched([chunk for key in keys if (chunk := find(key)) is not None])
 
-    def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
-        return 0
+    def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
+        return PolicyLookup()
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:  # noqa: B027
+    def used(  # noqa: B027
+        self, keys: Iterable[bytes], lookup: PolicyLookup, value: int = NEUTRAL
+    ) -> None:
         pass
 
     def missed(  # noqa: B027
-        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        if_known: bool = False,
     ) -> None:
         pass
 

@@ -12,7 +12,7 @@ from math import inf
 from typing import TypeAlias
 
 from kvhold.core.keys import NAME_BYTES, place_suffix
-from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
+from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES, PolicyLookup
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Place, Walk
 from kvhold.tiers.policies.ghosts import (
     MOST_KINDS,
@@ -78,15 +78,16 @@ class LearnedPolicy(ChainPolicy):
         self._uses_at: dict[int, Use] = {}
         self._version = 0
 
-    def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
+    def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
         self._advance()
         if not keys:
-            return _UNKNOWN_PROMPT
+            return PolicyLookup(_UNKNOWN_PROMPT, self.times.now_s)
         num_known = self._num_known(keys, num_here)
         pause = self._pause(keys[num_known - 1]) if num_known else 0
-        return pause * NEW + min((len(keys) - num_known).bit_length(), NEW - 1)
+        prompt = pause * NEW + min((len(keys) - num_known).bit_length(), NEW - 1)
+        return PolicyLookup(prompt, self.times.now_s)
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
+    def used(self, keys: Iterable[bytes], lookup: PolicyLookup, value: int = NEUTRAL) -> None:
         self._advance()
         times, shards = self.times, self._chunks.shards
         times.use_factor(value)
@@ -101,7 +102,7 @@ class LearnedPolicy(ChainPolicy):
                 assert chunk.use is not None
                 before, uses, num = chunk.use, chunk.uses, 0
                 uses_now = uses + 1
-                kind = kind_of(uses_now, prompt)
+                kind = kind_of(uses_now, lookup.prompt)
                 after, queue = times.use(kind, 0), value * MOST_KINDS + kind
             num += 1
             chunk.use = after
@@ -111,7 +112,12 @@ class LearnedPolicy(ChainPolicy):
         times.move(before, after, num)
 
     def missed(
-        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        if_known: bool = False,
     ) -> None:
         shards, names, here = self._chunks.shards, [], []
         for key in keys:
@@ -119,10 +125,9 @@ class LearnedPolicy(ChainPolicy):
                 here.append(key)
             else:
                 names.append(key[:NAME_BYTES])
-        self.used(here, prompt, value)
-        now_s = self.times.now_s
-        pasts = pasts_of_use(prompt, value, now_s)
-        known, replaced = self.ghosts.use_all(names, pasts, now_s, if_known=if_known)
+        self.used(here, lookup, value)
+        pasts = pasts_of_use(lookup.prompt, value, lookup.at_s)
+        known, replaced = self.ghosts.use_all(names, pasts, self.times.now_s, if_known=if_known)
         num_new = 0 if if_known else len(names) - len(known)
         begun = Counter({queue_of(pasts[0]): num_new})
         for past, num in Counter(known).items():
