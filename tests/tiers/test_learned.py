@@ -10,7 +10,7 @@ from kvhold.testing.policy import PolicyContract
 from kvhold.tiers.policies import LearnedPolicy, LruPolicy
 from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
 from kvhold.tiers.policies.chains import Place
-from kvhold.tiers.policies.ghosts import MOST_KINDS, Ghost, pack, queue_of, unpack
+from kvhold.tiers.policies.ghosts import MOST_KINDS, SAMPLE, Ghost, pack, queue_of, unpack
 from kvhold_lab.simulate.generators import GENERATORS, generate
 from kvhold_lab.simulate.policy_replay import replay_class
 from kvhold_lab.simulate.trace import Cut, trace_of
@@ -88,6 +88,44 @@ class TestWhatIsEvicted:
         assert policy.ghosts.num == 1
         awaited = [use.num for use in policy.times._cohorts[-1].uses.values() if use.num]
         assert awaited == [1], "the chunk that was evicted"
+
+    @pytest.mark.parametrize("num_here", [0, 20, 60])
+    def test_one_chunk_of_each_run_is_counted(self, num_here: int) -> None:
+        """First 60 new chunks, then the same and 40 new ones: two runs, or three if some are here.
+
+        The chunks in memory are a run, and so are those that are not.
+        """
+        memory = Memory(60)
+        times = memory.policy.times
+        memory.ask(range(60))
+        assert num_counted(memory.policy) == 1
+        for number in range(59, num_here - 1, -1):
+            memory.policy.remove(a_key(number), evicted=True)
+        assert num_counted(memory.policy) == 1
+        memory.clock.now_s = 60.0
+        keys = [a_key(number) for number in range(100)]
+        prompt = memory.policy.looked_up(keys, num_here)
+        memory.policy.used(keys[:num_here], prompt)
+        memory.policy.missed(keys[num_here:], prompt)
+        assert num_counted(memory.policy) == 2 + (num_here == 20)
+        assert times._ended.sum() == 1, "one interval was counted, so one has ended"
+
+    def test_of_groups_and_shards_one_chunk_is_counted(self) -> None:
+        policy = LearnedPolicy(Clock())
+        names = [a_key(number)[:NAME_BYTES] for number in range(20)]
+        keys = [name + place_suffix(0, shard) for name in names for shard in (1, 0)]
+        policy.missed(keys[1::2], policy.looked_up(keys[1::2], 0))
+        for key in keys:
+            policy.insert(key, 1)
+        policy.used(keys, 0)
+        assert num_counted(policy) == 1
+        for key in keys:
+            policy.remove(key, evicted=True)
+        assert num_counted(policy) == 1
+        assert [bool(policy.ghosts.find(name) & SAMPLE) for name in names] == [True] + 19 * [False]
+        for key in keys:
+            policy.insert(key, 1)
+        assert num_counted(policy) == 1
 
     def test_a_cleared_chunk_is_not_remembered(self) -> None:
         memory = Memory(8)
@@ -233,6 +271,10 @@ class TestWhatIsExpectedBack:
 
     def test_a_policy_that_learns_nothing_expects_nothing(self) -> None:
         assert LruPolicy().expected_back_s(a_key(1), 0.0) is None
+
+
+def num_counted(policy: LearnedPolicy) -> int:
+    return sum(use.num for cohort in policy.times._cohorts for use in cohort.uses.values())
 
 
 def was_declined(policy: LearnedPolicy) -> bool:
@@ -386,7 +428,7 @@ def test_a_victim_costs_as_much_after_many_others_of_the_same_moment(calls: list
 
 
 class TestManyQueues:
-    """Chunks of 640 kinds and values."""
+    """Chunks of 400 kinds and values."""
 
     @pytest.fixture
     def clock(self) -> Clock:
@@ -395,9 +437,9 @@ class TestManyQueues:
     @pytest.fixture
     def policy(self, clock: Clock) -> LearnedPolicy:
         policy = LearnedPolicy(clock)
-        for number in range(640):
+        for number in range(400):
             policy.insert(a_key(number), 1)
-            policy.used([a_key(number)], PolicyLookup(number % 40), number // 40)
+            policy.used([a_key(number)], PolicyLookup(number % 25), number // 25)
         return policy
 
     def test_no_search_for_a_victim_looks_at_most_of_them(
@@ -411,16 +453,16 @@ class TestManyQueues:
             policy.remove(victim, evicted=True)
 
     def test_all_of_them_are_found(self, policy: LearnedPolicy) -> None:
-        assert len(policy.victims(640, lambda _: False)) == 640
-        last = a_key(637)
+        assert len(policy.victims(400, lambda _: False)) == 400
+        last = a_key(397)
         assert policy.victims(1, lambda key: key != last) == [last]
 
     def test_a_chunk_leaves_no_empty_queue(self) -> None:
         policy = LearnedPolicy(Clock())
         for number in range(2):
             policy.insert(a_key(number), 1)
-        for number in range(640):
-            policy.used([a_key(0)], PolicyLookup(number % 40), number // 40)
+        for number in range(400):
+            policy.used([a_key(0)], PolicyLookup(number % 25), number // 25)
         for space in (policy._all, *policy._spaces.values()):
             assert len(space.queues) == 2
         policy.remove(a_key(0), evicted=True)

@@ -187,6 +187,14 @@ class TestReuseTimes:
         assert times.num_cohorts < 5
         assert times._reached[:, 28] == pytest.approx(400, rel=0.01)  # 5793 s
 
+    def test_after_a_pause_a_tick_computes_more_worths_up_to_a_limit(self) -> None:
+        times = ReuseTimes((280,))
+        before = 0
+        for passed_s, num in ((0.25, 8), (1.0, 32), (3600.0, 64)):
+            times.advance(times.now_s + passed_s)
+            assert times._to_update - before == num
+            before = times._to_update
+
     def test_equal_calls_have_equal_results(self) -> None:
         first, second = self.learnt(), self.learnt()
         assert [first.worth_of_new(kind) for kind in range(3)] == [
@@ -247,14 +255,27 @@ class TestGhosts:
 
     def test_times_are_right_after_a_year(self) -> None:
         ghosts, now_s = Ghosts(), 365 * DAY_S
-        ghosts.add(a_key(1), pack(Ghost(now_s - 90 * DAY_S, 1, 1)), now_s)
+        ghosts.add(a_key(1), pack(Ghost(now_s - 40 * DAY_S, 1, 1)), now_s)
         found = unpack(ghosts.find(a_key(1)), now_s)
-        assert found.at_s == pytest.approx(now_s - 90 * DAY_S, abs=2.0)
+        assert found.at_s == pytest.approx(now_s - 40 * DAY_S, abs=2.0)
 
     def test_uses_are_counted_up_to_a_limit(self) -> None:
         ghosts = Ghosts()
         ghosts.add(a_key(1), pack(Ghost(0.0, 1, 1000)), 0.0)
         assert unpack(ghosts.take(a_key(1)), 0.0) == Ghost(0.0, 1, MOST_USES)
+
+    def test_a_sample_stays_one_until_it_is_used(self) -> None:
+        ghosts, past = Ghosts(), pack(Ghost(20.0, 5, 3))
+        assert ghosts.mark(a_key(1)) == 0
+        ghosts.add(a_key(1), past, 20.0)
+        marked = ghosts.mark(a_key(1))
+        assert marked == ghosts.find(a_key(1)) != past
+        assert unpack(marked, 20.0) == unpack(past, 20.0)
+        assert ghosts.add(a_key(1), past, 20.0) == 0, "of another group"
+        assert ghosts.find(a_key(1)) == marked
+        pasts = [pack(Ghost(40.0, 5, uses)) for uses in range(1, MOST_USES + 1)]
+        assert ghosts.use_all([a_key(1)], pasts, 40.0) == ([marked], [])
+        assert ghosts.find(a_key(1)) == pasts[3]
 
     def test_nine_bytes_each(self) -> None:
         assert Ghosts(1 << 10).nbytes == 9 << 10

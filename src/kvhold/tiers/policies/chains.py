@@ -24,12 +24,26 @@ _SWEPT_A_CALL = 3  # keeps about two places per leaf at most
 class Chunk:
     """A chunk that a policy knows.
 
-    rank:  unique; the lowest is evicted first
-    use:   the last use, for `LearnedPolicy`
-    place: in the heaps; None if it is not a leaf
+    rank:      unique; the lowest is evicted first
+    uses:      a counter for the policy
+    use:       the last use, for `LearnedPolicy`
+    is_sample: whether the use is counted, for `LearnedPolicy`
+    place:     its entry in the heaps; None if it is not a leaf
+    space:     its namespace
     """
 
-    __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "use", "uses")
+    __slots__ = (
+        "is_sample",
+        "key",
+        "nbytes",
+        "parent",
+        "place",
+        "queue",
+        "rank",
+        "space",
+        "use",
+        "uses",
+    )
 
     def __init__(self, key: bytes, nbytes: int, space: "ChunkSpace") -> None:
         self.key = key
@@ -40,6 +54,7 @@ class Chunk:
         self.queue = 0
         self.uses = 0
         self.use: Use | None = None
+        self.is_sample = False
         self.place: Place | None = None
 
 

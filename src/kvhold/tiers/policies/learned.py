@@ -2,6 +2,10 @@
 
 Only the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is
 worth more. `ghosts.py` remembers evicted and missing chunks.
+
+The chunks of a prompt with equal pasts are a *run*. They mostly come back together, so only one
+chunk of each run, the *sample*, is counted. Otherwise, a few long prompts would determine what is
+learnt.
 """
 
 import time
@@ -16,6 +20,7 @@ from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES, PolicyLookup
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Place, Walk
 from kvhold.tiers.policies.ghosts import (
     MOST_KINDS,
+    SAMPLE,
     TICK_S,
     Ghosts,
     pack_queue,
@@ -23,13 +28,14 @@ from kvhold.tiers.policies.ghosts import (
     unpack,
     uses_of,
 )
-from kvhold.tiers.policies.kinds import NEW, PAUSES, USES, kind_of, pasts_of_use
+from kvhold.tiers.policies.kinds import NEW, PAUSES, USES, kind_of, pasts_of_use, prompt_of
 from kvhold.tiers.policies.reuse_times import NO_USE, ReuseTimes, Use
 from kvhold.tiers.table import SPREAD
 
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
 _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
+# There are 2800 queues at most. Their heads are renewed in parts:
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
 _FIRST = place_suffix(0, 0)  # the suffix of the keys given to `looked_up` and `missed`
@@ -84,7 +90,7 @@ class LearnedPolicy(ChainPolicy):
             return PolicyLookup(_UNKNOWN_PROMPT, self.times.now_s)
         num_known = self._num_known(keys, num_here)
         pause = self._pause(keys[num_known - 1]) if num_known else 0
-        prompt = pause * NEW + min((len(keys) - num_known).bit_length(), NEW - 1)
+        prompt = prompt_of(pause, len(keys) - num_known)
         return PolicyLookup(prompt, self.times.now_s)
 
     def used(self, keys: Iterable[bytes], lookup: PolicyLookup, value: int = NEUTRAL) -> None:
@@ -92,24 +98,25 @@ class LearnedPolicy(ChainPolicy):
         times, shards = self.times, self._chunks.shards
         times.use_factor(value)
         before, after, queue = NO_USE, NO_USE, _UNKNOWN
-        uses = uses_now = num = 0
+        uses = uses_now = 0
         for key in keys:
             chunk = shards[key[SPREAD]].get(key)
             if chunk is None:
                 continue
-            if chunk.use is not before or chunk.uses != uses:
-                times.move(before, after, num)
+            is_first = chunk.use is not before or chunk.uses != uses
+            if is_first:
                 assert chunk.use is not None
-                before, uses, num = chunk.use, chunk.uses, 0
+                before, uses = chunk.use, chunk.uses
                 uses_now = uses + 1
                 kind = kind_of(uses_now, lookup.prompt)
-                after, queue = times.use(kind, 0), value * MOST_KINDS + kind
-            num += 1
+                after, queue = times.use(kind), value * MOST_KINDS + kind
+            if chunk.is_sample:
+                times.end(before)
+            chunk.is_sample = is_first
             chunk.use = after
             chunk.uses = uses_now
             if chunk.queue != queue:
                 self._requeue(chunk, queue)
-        times.move(before, after, num)
 
     def missed(
         self,
@@ -128,16 +135,17 @@ class LearnedPolicy(ChainPolicy):
         self.used(here, lookup, value)
         pasts = pasts_of_use(lookup.prompt, value, lookup.at_s)
         known, replaced = self.ghosts.use_all(names, pasts, self.times.now_s, if_known=if_known)
-        num_new = 0 if if_known else len(names) - len(known)
-        begun = Counter({queue_of(pasts[0]): num_new})
         for past, num in Counter(known).items():
-            self.times.end(self._use_at(past), num)
-            begun[queue_of(pasts[uses_of(past)])] += num
+            if past & SAMPLE:
+                self.times.end(self._use_at(past), num)
         for past in replaced:
-            self.times.forget(self._use_at(past))
-        for queue, num in begun.items():
-            if num:
-                self.times.use(queue % MOST_KINDS, num)
+            self._forget(past)
+        firsts = _firsts(known)
+        if not if_known and len(known) < len(names):
+            firsts.append(len(known))
+        for first in firsts:
+            if past := self.ghosts.mark(names[first]):
+                self.times.use(queue_of(past) % MOST_KINDS)
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         self._advance()
@@ -192,19 +200,24 @@ class LearnedPolicy(ChainPolicy):
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
-        """A chunk's groups and shards share a past; the first one takes it out of the ghosts."""
+        """Give a new chunk its past, which all its groups and shards share.
+
+        The entry of the first group and shard takes the past out of the ghosts, and is the sample
+        if there is one.
+        """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
         first = chunk if chunk.key.endswith(_FIRST) else self._chunks.get(name + _FIRST)
         past = self.ghosts.find(name) if first is None else self.ghosts.take(name)
-        if past and first is not None:
-            times.forget(self._use_at(past))
+        if first is not None:
+            self._forget(past)
         if first is not None and first is not chunk:
             chunk.uses, chunk.queue = first.uses, first.queue
         else:
             chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
-        chunk.use = times.use(chunk.queue % MOST_KINDS)
-        chunk.rank = 0, self._now()
+            chunk.is_sample = first is chunk and (not past or past & SAMPLE != 0)
+        chunk.use = times.use(chunk.queue % MOST_KINDS, int(chunk.is_sample))
+        chunk.rank = 0, self._now()  # it is in no queue yet
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -219,6 +232,7 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
+        """Drop a queue that `chunk` has left. Otherwise up to 2800 empty queues would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)
@@ -227,12 +241,19 @@ class LearnedPolicy(ChainPolicy):
         assert chunk.use is not None
         self._drop_if_empty(chunk.queue, chunk)
         if not evicted:
-            self.times.forget(chunk.use)
+            if chunk.is_sample:
+                self.times.forget(chunk.use)
             return
         self.times.evicted(chunk.use, chunk.queue // MOST_KINDS)
         past = pack_queue(self.times.last_s(chunk.use), chunk.queue, chunk.uses)
-        if replaced := self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s):
-            self.times.forget(self._use_at(replaced))
+        if chunk.is_sample:
+            past |= SAMPLE
+        self._forget(self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s))
+
+    def _forget(self, past: int) -> None:
+        """Stop observing a chunk that is not here. past: 0: none"""
+        if past & SAMPLE:
+            self.times.forget(self._use_at(past))
 
     def _new_space(self) -> LearnedSpace:
         return LearnedSpace()
@@ -335,3 +356,13 @@ class _LearnedWalk(Walk):
         leaves = self.space.queues.get(queue)
         place = None if leaves is None else leaves.peek()
         return None if place is None else (self._learned.worth_of(place), place[1], queue)
+
+
+def _firsts(pasts: Sequence[int]) -> list[int]:
+    """Return where runs of equal pasts begin. A sample and others of its run are equal."""
+    firsts, before = [], 0
+    for at, past in enumerate(pasts):
+        if (past | SAMPLE) != before:
+            before = past | SAMPLE
+            firsts.append(at)
+    return firsts
