@@ -334,8 +334,8 @@ def test_the_first_rows_are_compared_again_only_where_they_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With so many lists that comparing all of them for each victim would take long."""
-    disk = Disk(280, learnt=False)
-    for prompt in range(40):
+    disk = Disk(175, learnt=False)
+    for prompt in range(25):
         for uses in range(7):
             keys = keys_of([prompt * 7 + uses])
             for _ in range(1 << uses):

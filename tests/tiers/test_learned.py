@@ -14,7 +14,7 @@ from kvhold.tiers.policies.ghosts import MOST_KINDS, SAMPLE, Ghost, pack, queue_
 from kvhold_lab.simulate.generators import GENERATORS, generate
 from kvhold_lab.simulate.policy_replay import replay_class
 from kvhold_lab.simulate.trace import Cut, trace_of
-from tests.tiers.learnt import Clock, a_key, teach
+from tests.tiers.learnt import Clock, a_key, samples, teach
 
 
 class TestContract(PolicyContract):
@@ -98,16 +98,16 @@ class TestWhatIsEvicted:
         memory = Memory(60)
         times = memory.policy.times
         memory.ask(range(60))
-        assert num_counted(memory.policy) == 1
+        assert samples(memory.policy).total() == 1
         for number in range(59, num_here - 1, -1):
             memory.policy.remove(a_key(number), evicted=True)
-        assert num_counted(memory.policy) == 1
+        assert samples(memory.policy).total() == 1
         memory.clock.now_s = 60.0
         keys = [a_key(number) for number in range(100)]
         prompt = memory.policy.looked_up(keys, num_here)
         memory.policy.used(keys[:num_here], prompt)
         memory.policy.missed(keys[num_here:], prompt)
-        assert num_counted(memory.policy) == 2 + (num_here == 20)
+        assert samples(memory.policy).total() == 2 + (num_here == 20)
         assert times._ended.sum() == 1, "one interval was counted, so one has ended"
 
     def test_of_groups_and_shards_one_chunk_is_counted(self) -> None:
@@ -117,15 +117,79 @@ class TestWhatIsEvicted:
         policy.missed(keys[1::2], policy.looked_up(keys[1::2], 0))
         for key in keys:
             policy.insert(key, 1)
-        policy.used(keys, 0)
-        assert num_counted(policy) == 1
+        policy.used(keys, PolicyLookup())
+        assert samples(policy).total() == 1
         for key in keys:
             policy.remove(key, evicted=True)
-        assert num_counted(policy) == 1
+        assert samples(policy).total() == 1
         assert [bool(policy.ghosts.find(name) & SAMPLE) for name in names] == [True] + 19 * [False]
         for key in keys:
             policy.insert(key, 1)
-        assert num_counted(policy) == 1
+        assert samples(policy).total() == 1
+
+    @pytest.mark.parametrize("size", [1, 7, 60])
+    def test_a_run_goes_on_over_the_calls_of_a_lookup_and_of_a_store(self, size: int) -> None:
+        clock = Clock()
+        policy, keys = LearnedPolicy(clock), [a_key(number) for number in range(60)]
+        parts = [keys[first : first + size] for first in range(0, 60, size)]
+        for at_s in (0.0, 200.0):
+            clock.now_s = at_s
+            lookup = policy.looked_up(keys, 0)
+            for part in parts:
+                clock.now_s += 1.0
+                policy.missed(part, lookup)
+            assert samples(policy).total() == 1
+        for part in parts:
+            clock.now_s += 1.0
+            for key in part:
+                policy.insert(key, 1)
+        for at_s in (400.0, 600.0):
+            clock.now_s = at_s
+            lookup = policy.looked_up(keys, 60)
+            for part in parts:
+                clock.now_s += 1.0
+                policy.used(part, lookup)
+            assert samples(policy).total() == 1
+
+    def test_chunks_that_other_lookups_use_in_between_are_counted_once_for_each(self) -> None:
+        clock = Clock()
+        policy, keys = LearnedPolicy(clock), [a_key(number) for number in range(60)]
+        for key in keys:
+            policy.insert(key, 1)
+        first, second = policy.looked_up(keys, 60), policy.looked_up(keys[:30], 30)
+        for at in range(0, 60, 10):
+            clock.now_s += 1.0
+            policy.used(keys[at : at + 10], first)
+            policy.used(keys[at : min(at + 10, 30)], second)
+        assert samples(policy).total() == 1, "the first chunk is the sample of both"
+        policy.used(keys, policy.looked_up(keys, 60))
+        assert samples(policy).total() == 2, "30 chunks were used twice, the others once"
+
+    def test_repeats_in_other_groups_are_not_counted_even_if_they_missed_a_lookup(self) -> None:
+        policy = LearnedPolicy(Clock())
+        keys = [a_key(number) for number in range(20)]
+        others = [key[:NAME_BYTES] + place_suffix(1, 0) for key in keys]
+        policy.missed(keys, policy.looked_up(keys, 0))
+        for key in (*keys, *others):
+            policy.insert(key, 1)
+        policy.used(keys, policy.looked_up(keys, 20))
+        lookup = policy.looked_up(keys, 20)
+        policy.used(keys, lookup)
+        policy.used(others, lookup, is_repeat=True)
+        assert samples(policy).total() == 1
+
+    def test_the_sample_is_in_the_group_and_shard_that_lookups_name(self) -> None:
+        policy = LearnedPolicy(Clock())
+        keys, others = (
+            [a_key(number)[:NAME_BYTES] + place_suffix(group, 2) for number in range(20)]
+            for group in (1, 0)
+        )
+        policy.missed(keys, policy.looked_up(keys, 0))
+        for key in (*others, *keys):
+            policy.insert(key, 1)
+        assert policy.ghosts.num == 0
+        chunks = [policy._chunks.get(key) for key in (*keys, *others)]
+        assert [chunk.is_sample for chunk in chunks if chunk] == [True] + 39 * [False]
 
     def test_a_cleared_chunk_is_not_remembered(self) -> None:
         memory = Memory(8)
@@ -271,10 +335,6 @@ class TestWhatIsExpectedBack:
 
     def test_a_policy_that_learns_nothing_expects_nothing(self) -> None:
         assert LruPolicy().expected_back_s(a_key(1), 0.0) is None
-
-
-def num_counted(policy: LearnedPolicy) -> int:
-    return sum(use.num for cohort in policy.times._cohorts for use in cohort.uses.values())
 
 
 def was_declined(policy: LearnedPolicy) -> bool:

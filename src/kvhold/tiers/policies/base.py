@@ -9,8 +9,10 @@ known prefix. Not thread-safe. `kvhold.testing.PolicyContract` is the conformanc
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from kvhold.tiers.policies.reuse_times import Use
 
 # classes of a chunk's value per byte (`cache/values.py`), by half octaves around NEUTRAL
 NUM_VALUES = 16
@@ -21,12 +23,16 @@ NEUTRAL = 8
 class PolicyLookup:
     """A lookup, as a policy knows it. All calls of `used` and `missed` for it get it.
 
-    prompt: the kind of its prompt
-    at_s:   when it began, by the policy's clock
+    prompt:  the kind of its prompt
+    at_s:    when it began, by the policy's clock
+    present: runs in memory that `LearnedPolicy` has counted: `{(last use, uses): this use}`
+    absent:  runs that are not in memory, and counted: their pasts
     """
 
     prompt: int = 0
     at_s: float = 0.0
+    present: dict[tuple[Use, int], Use] = field(default_factory=dict)
+    absent: set[int] = field(default_factory=set)
 
 
 class Policy(Protocol):
@@ -59,10 +65,18 @@ class Policy(Protocol):
         num_here: number of leading chunks that the hit has
         """
 
-    def used(self, keys: Iterable[bytes], lookup: PolicyLookup, value: int = NEUTRAL) -> None:
+    def used(
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        is_repeat: bool = False,
+    ) -> None:
         """Record chunks of a hit, in all groups and shards, in any number of calls.
 
-        value: of each, below `NUM_VALUES`
+        value:     of each, below `NUM_VALUES`
+        is_repeat: these chunks were recorded before, in another group or shard
         """
 
     def missed(

@@ -201,7 +201,12 @@ class ChainPolicy(ABC):
         return PolicyLookup()
 
     def used(  # noqa: B027
-        self, keys: Iterable[bytes], lookup: PolicyLookup, value: int = NEUTRAL
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        is_repeat: bool = False,
     ) -> None:
         pass
 

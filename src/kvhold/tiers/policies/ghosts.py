@@ -27,6 +27,7 @@ _TICKS = 1 << 21
 _KIND_BITS, _USES_BITS = 9, 5
 SAMPLE = 1 << _USES_BITS  # set in the past of a sample
 _PAST_BITS = 4 + _KIND_BITS + 1 + _USES_BITS  # below the tick
+_VALUE = 15 << _PAST_BITS - 4
 MOST_KINDS = 1 << _KIND_BITS
 MOST_USES = (1 << _USES_BITS) - 1
 
@@ -93,18 +94,18 @@ class Ghosts:
         """pasts: the past to remember: `[number of earlier uses]`
         if_known: add no unknown chunks
 
-        Returns the earlier pasts of the known chunks, and the pasts of replaced chunks.
+        Returns the earlier past of each chunk, 0 if unknown, and the pasts of replaced chunks.
         """
         find, new = self._find, pasts[0]
-        known, replaced = [], []
+        earlier, replaced = [], []
         for number in map(xxh3_64_intdigest, names):
-            place = find(number)
+            place, past = find(number), 0
             if place >= 0:
                 past = self._renew(place, pasts[self._places[place] >> _TAG_BITS & MOST_USES])
-                known.append(past)
-            elif not if_known and (past := self._set(number, new, now_s)):
-                replaced.append(past)
-        return known, replaced
+            elif not if_known and (other := self._set(number, new, now_s)):
+                replaced.append(other)
+            earlier.append(past)
+        return earlier, replaced
 
     def _find(self, number: int) -> int:
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
@@ -159,6 +160,11 @@ def age_s_of(past: int, now_s: float) -> float:
 def queue_of(past: int) -> int:
     """Return the value and the kind in one number: value * MOST_KINDS + kind."""
     return past >> _USES_BITS + 1 & (1 << _PAST_BITS - _USES_BITS - 1) - 1
+
+
+def run_of(past: int) -> int:
+    """Return a past without the value and the sample, which differ within a run."""
+    return past & ~(_VALUE | SAMPLE)
 
 
 def uses_of(past: int) -> int:

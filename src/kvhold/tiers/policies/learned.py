@@ -5,7 +5,8 @@ worth more. `ghosts.py` remembers evicted and missing chunks.
 
 The chunks of a prompt with equal pasts are a *run*. They mostly come back together, so only one
 chunk of each run, the *sample*, is counted. Otherwise, a few long prompts would determine what is
-learnt.
+learnt. A run is the same in all parts of a lookup, in all groups and shards, and however long
+storing it takes.
 """
 
 import time
@@ -15,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from kvhold.core.keys import NAME_BYTES, place_suffix
+from kvhold.core.keys import NAME_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES, PolicyLookup
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Place, Walk
 from kvhold.tiers.policies.ghosts import (
@@ -25,6 +26,7 @@ from kvhold.tiers.policies.ghosts import (
     Ghosts,
     pack_queue,
     queue_of,
+    run_of,
     unpack,
     uses_of,
 )
@@ -38,7 +40,9 @@ _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
 # There are 2800 queues at most. Their heads are renewed in parts:
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
-_FIRST = place_suffix(0, 0)  # the suffix of the keys given to `looked_up` and `missed`
+_MOST_BEGUN = 4096  # runs whose use is known exactly
+_MOST_FIRSTS = 4096  # namespaces
+_FIRST = place_suffix(0, 0)  # of most namespaces
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
@@ -81,6 +85,8 @@ class LearnedPolicy(ChainPolicy):
         self._begun_s = clock()
         self.times = ReuseTimes((USES, PAUSES, NEW), _FACTORS)
         self.ghosts = Ghosts()
+        self._firsts: dict[bytes, bytes] = {}
+        self._begun: dict[int, Use] = {}
         self._uses_at: dict[int, Use] = {}
         self._version = 0
 
@@ -88,14 +94,22 @@ class LearnedPolicy(ChainPolicy):
         self._advance()
         if not keys:
             return PolicyLookup(_UNKNOWN_PROMPT, self.times.now_s)
+        self._set_first(keys[0])
         num_known = self._num_known(keys, num_here)
         pause = self._pause(keys[num_known - 1]) if num_known else 0
         prompt = prompt_of(pause, len(keys) - num_known)
         return PolicyLookup(prompt, self.times.now_s)
 
-    def used(self, keys: Iterable[bytes], lookup: PolicyLookup, value: int = NEUTRAL) -> None:
+    def used(
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        is_repeat: bool = False,
+    ) -> None:
         self._advance()
-        times, shards = self.times, self._chunks.shards
+        times, shards, known = self.times, self._chunks.shards, lookup.present
         times.use_factor(value)
         before, after, queue = NO_USE, NO_USE, _UNKNOWN
         uses = uses_now = 0
@@ -103,13 +117,19 @@ class LearnedPolicy(ChainPolicy):
             chunk = shards[key[SPREAD]].get(key)
             if chunk is None:
                 continue
-            is_first = chunk.use is not before or chunk.uses != uses
-            if is_first:
+            is_first = False
+            if chunk.use is not before or chunk.uses != uses:
                 assert chunk.use is not None
                 before, uses = chunk.use, chunk.uses
                 uses_now = uses + 1
                 kind = kind_of(uses_now, lookup.prompt)
-                after, queue = times.use(kind), value * MOST_KINDS + kind
+                queue = value * MOST_KINDS + kind
+                run = before, uses
+                is_first = not is_repeat and run not in known
+                after = known.get(run) or self._use_of(pack_queue(lookup.at_s, kind, uses_now))
+                if is_first:
+                    known[run] = after
+                    times.add(after)
             if chunk.is_sample:
                 times.end(before)
             chunk.is_sample = is_first
@@ -134,18 +154,20 @@ class LearnedPolicy(ChainPolicy):
                 names.append(key[:NAME_BYTES])
         self.used(here, lookup, value)
         pasts = pasts_of_use(lookup.prompt, value, lookup.at_s)
-        known, replaced = self.ghosts.use_all(names, pasts, self.times.now_s, if_known=if_known)
-        for past, num in Counter(known).items():
+        earlier, replaced = self.ghosts.use_all(names, pasts, self.times.now_s, if_known=if_known)
+        firsts = []
+        for past, num in Counter(earlier).items():
             if past & SAMPLE:
                 self.times.end(self._use_at(past), num)
+            run = run_of(past)
+            if run not in lookup.absent and (past or not if_known):
+                lookup.absent.add(run)
+                firsts.append(names[earlier.index(past)])
         for past in replaced:
             self._forget(past)
-        firsts = _firsts(known)
-        if not if_known and len(known) < len(names):
-            firsts.append(len(known))
-        for first in firsts:
-            if past := self.ghosts.mark(names[first]):
-                self.times.use(queue_of(past) % MOST_KINDS)
+        for name in firsts:
+            if past := self.ghosts.mark(name):
+                self.times.add(self._use_of(past))
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         self._advance()
@@ -188,36 +210,59 @@ class LearnedPolicy(ChainPolicy):
     def _ghost(self, key: bytes) -> int:
         return self.ghosts.find(key[:NAME_BYTES])
 
+    def _set_first(self, key: bytes) -> None:
+        space, suffix, firsts = key[:NAMESPACE_BYTES], key[NAME_BYTES:], self._firsts
+        if suffix == _FIRST:
+            firsts.pop(space, None)
+        elif firsts.get(space) != suffix:
+            if len(firsts) >= _MOST_FIRSTS:
+                del firsts[next(iter(firsts))]
+            firsts[space] = suffix
+
+    def _use_of(self, past: int) -> Use:
+        """Return the use that a lookup begins now. Equal runs of the same moment share it."""
+        begun, run = self._begun, run_of(past)
+        use = begun.get(run)
+        if use is None:
+            if len(begun) >= _MOST_BEGUN:
+                del begun[next(iter(begun))]
+            use = begun[run] = self.times.use(queue_of(run), 0)
+        return use
+
     def _use_at(self, past: int) -> Use:
-        times = self.times
+        times, run = self.times, run_of(past)
         if self._version != times.version:
             self._version = times.version
             self._uses_at.clear()
-        use = self._uses_at.get(past)
+        use = self._begun.get(run) or self._uses_at.get(run)
         if use is None:
-            ghost = unpack(past, times.now_s)
-            use = self._uses_at[past] = times.use_at(ghost.kind, ghost.at_s)
+            ghost = unpack(run, times.now_s)
+            use = self._uses_at[run] = times.use_at(ghost.kind, ghost.at_s)
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
         """Give a new chunk its past, which all its groups and shards share.
 
-        The entry of the first group and shard takes the past out of the ghosts, and is the sample
-        if there is one.
+        The entry of the group and shard that lookups name takes the past out of the ghosts, and is
+        the sample if there is one.
         """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
-        first = chunk if chunk.key.endswith(_FIRST) else self._chunks.get(name + _FIRST)
+        key = name + self._firsts.get(name[:NAMESPACE_BYTES], _FIRST)
+        first = chunk if chunk.key == key else self._chunks.get(key)
         past = self.ghosts.find(name) if first is None else self.ghosts.take(name)
-        if first is not None:
-            self._forget(past)
-        if first is not None and first is not chunk:
-            chunk.uses, chunk.queue = first.uses, first.queue
-        else:
-            chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
-            chunk.is_sample = first is chunk and (not past or past & SAMPLE != 0)
-        chunk.use = times.use(chunk.queue % MOST_KINDS, int(chunk.is_sample))
         chunk.rank = 0, self._now()  # it is in no queue yet
+        if first is not None and first is not chunk:
+            self._forget(past)
+            chunk.uses, chunk.queue, chunk.use = first.uses, first.queue, first.use
+            return
+        chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
+        chunk.is_sample = first is chunk and (not past or past & SAMPLE != 0)
+        chunk.use = self._begun.get(run_of(past))
+        if chunk.use is None:  # looked up long ago, or never
+            if first is chunk:
+                self._forget(past)
+            chunk.use = times.use(chunk.queue % MOST_KINDS, int(chunk.is_sample))
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -356,13 +401,3 @@ class _LearnedWalk(Walk):
         leaves = self.space.queues.get(queue)
         place = None if leaves is None else leaves.peek()
         return None if place is None else (self._learned.worth_of(place), place[1], queue)
-
-
-def _firsts(pasts: Sequence[int]) -> list[int]:
-    """Return where runs of equal pasts begin. A sample and others of its run are equal."""
-    firsts, before = [], 0
-    for at, past in enumerate(pasts):
-        if (past | SAMPLE) != before:
-            before = past | SAMPLE
-            firsts.append(at)
-    return firsts

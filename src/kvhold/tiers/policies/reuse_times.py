@@ -187,6 +187,15 @@ class ReuseTimes:
         use.num += num_chunks
         return use
 
+    def add(self, use: Use, num_chunks: int = 1) -> None:
+        """Count more chunks of a use, which may be an earlier one."""
+        use = _merged(use)
+        use.num += num_chunks
+        cohort = use.cohort
+        if cohort is not self._cohorts[-1]:
+            self._reached[use.kind, : cohort.bucket + 1] += num_chunks
+            self._num_chunks += num_chunks
+
     def end(self, use: Use, num_chunks: int = 1) -> None:
         use = _merged(use)
         use.num -= num_chunks
