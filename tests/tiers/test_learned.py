@@ -151,6 +151,22 @@ class TestWhatIsEvicted:
                 policy.used(part, lookup)
             assert samples(policy).total() == 1
 
+    def test_a_run_that_is_evicted_over_a_long_time_is_still_one(self) -> None:
+        """The times of its use and of an earlier one are merged meanwhile."""
+        clock = Clock()
+        policy, keys = LearnedPolicy(clock), [a_key(number) for number in range(60)]
+        policy.missed([a_key(99)], policy.looked_up([a_key(99)], 0))
+        clock.now_s = 3.0
+        policy.missed(keys, policy.looked_up(keys, 0))
+        for key in keys:
+            policy.insert(key, 1)
+        for key in reversed(keys):
+            clock.now_s += 30.0
+            policy.looked_up([], 0)
+            policy.remove(key, evicted=True)
+        policy.missed(keys, policy.looked_up(keys, 0))
+        assert samples(policy).total() == 2, "with that of the other prompt"
+
     def test_chunks_that_other_lookups_use_in_between_are_counted_once_for_each(self) -> None:
         clock = Clock()
         policy, keys = LearnedPolicy(clock), [a_key(number) for number in range(60)]

@@ -202,7 +202,7 @@ class LearnedPolicy(ChainPolicy):
         chunk, now_s = self._chunks.get(key), self.times.now_s
         if chunk is not None:
             assert chunk.use is not None
-            at_s = self.times.last_s(chunk.use)
+            at_s = chunk.use.at_s
         else:
             at_s = unpack(self._ghost(key), now_s).at_s
         return 1 + sum(now_s - at_s >= most for most in _PAUSES_S)
@@ -290,7 +290,7 @@ class LearnedPolicy(ChainPolicy):
                 self.times.forget(chunk.use)
             return
         self.times.evicted(chunk.use, chunk.queue // MOST_KINDS)
-        past = pack_queue(self.times.last_s(chunk.use), chunk.queue, chunk.uses)
+        past = pack_queue(chunk.use.at_s, chunk.queue, chunk.uses)
         if chunk.is_sample:
             past |= SAMPLE
         self._forget(self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s))

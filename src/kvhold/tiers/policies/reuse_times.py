@@ -69,11 +69,14 @@ class Cohort:
 
 
 class Use:
-    """into: the use that it was merged into."""
+    """at_s: the beginning of its first cohort
+    into: the use that it was merged into
+    """
 
-    __slots__ = ("cohort", "into", "kind", "num")
+    __slots__ = ("at_s", "cohort", "into", "kind", "num")
 
     def __init__(self, kind: int, cohort: Cohort) -> None:
+        self.at_s = cohort.begun_s
         self.kind = kind
         self.cohort = cohort
         self.num = 0
@@ -216,9 +219,6 @@ class ReuseTimes:
             if (use := cohort.uses.get(kind)) is not None:
                 return use
         return Use(kind, cohorts[max(0, place)])
-
-    def last_s(self, use: Use) -> float:
-        return _merged(use).cohort.begun_s
 
     def use_factor(self, factor: int) -> None:
         if factor not in self._factors_used:
