@@ -18,9 +18,9 @@ from kvhold.node.central_store import CentralStore
 from kvhold.testing.cache import HYBRID, LAYOUTS, a_prompt, read, store
 from kvhold.tiers.disk import DiskTier
 from kvhold.tiers.policies import LearnedPolicy
-from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
+from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES, PolicyLookup
 from kvhold.tiers.policies.ghosts import uses_of
-from kvhold.tiers.policies.kinds import kind_of
+from kvhold.tiers.policies.kinds import kind_of, prompt_of
 from tests.cache.below import (
     CHUNK_BYTES,
     SPACE,
@@ -45,8 +45,7 @@ def new(policy: str = "learned", *, is_told: bool = True, policy_for: str = "tok
     for space in (SPACE, SHARDED):
         state.register(space.layout)
     if is_told:
-        assert isinstance(state.ram.policy, LearnedPolicy)
-        state.uses.begin(state.ram.policy.times.add_place())
+        state.uses.begin()
     return state
 
 
@@ -73,15 +72,19 @@ def test_it_has_the_prompt_and_the_value_that_memorys_policy_got(
     state, heard, missed = new(), list[tuple[int, int]](), LearnedPolicy.missed
 
     def noted(
-        policy: LearnedPolicy, keys: Sequence[bytes], prompt: int, value: int, **options: bool
+        policy: LearnedPolicy,
+        keys: Sequence[bytes],
+        lookup: PolicyLookup,
+        value: int,
+        **options: bool,
     ) -> None:
-        heard.append((prompt, value))
-        missed(policy, keys, prompt, value, **options)
+        heard.append((lookup.prompt, value))
+        missed(policy, keys, lookup, value, **options)
 
     monkeypatch.setattr(LearnedPolicy, "missed", noted)
     state.lookup("reader", a_prompt(SPACE, 64).query())
     [command] = told(state)
-    assert heard == [(command.prompt, command.value)] == [(3, NEUTRAL)]
+    assert heard == [(command.prompt, command.value)] == [(prompt_of(0, 4), NEUTRAL)]
 
 
 def test_all_chunks_of_a_prompt_have_the_value_of_the_last_one_which_needs_them() -> None:
@@ -175,19 +178,19 @@ def test_a_chunk_that_the_disk_declines_stays_in_memory(
     tmp_path: Path,
 ) -> None:
     policy = LearnedPolicy(clock := Clock())
-    back, gone = a_prompt(SPACE, 16 * 8, 1), a_prompt(SPACE, 16 * 4, 2)
+    back, gone = a_prompt(SPACE, 16 * 8, 1), a_prompt(SPACE, 16 * 3, 2)
     url = f"disk://{tmp_path}/kv?max_bytes={8 * FRAME_BYTES}&policy=learned"
     config = Config(ram_bytes=16 << 20, huge_pages="never", tiers=(url,), policy="learned")
     with LocalCache(config, policy=policy) as cache:
         cache.register(SPACE)
-        # a first use, of a prompt with 8 new chunks and with 4
-        teach(policy, clock, back=kind_of(1, 4), gone=kind_of(1, 3))
+        back_kind, gone_kind = (kind_of(1, prompt_of(0, num_new)) for num_new in (8, 3))
+        teach(policy, clock, back=back_kind, gone=gone_kind)
         for prompt in (back, gone):
             cache.lookup(prompt.query()).close()
             store(cache, prompt)
             assert cache.flush()
         assert uses_on(cache) == [1] * 8
-        assert tier_counter(cache, DROPPED, tier="disk", reason="declined") == 4
+        assert tier_counter(cache, DROPPED, tier="disk", reason="declined") == 3
         assert read(cache, gone) == gone.num_tokens
         forget(cache)
         assert read(cache, back) == back.num_tokens

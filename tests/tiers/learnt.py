@@ -1,5 +1,7 @@
 """A clock, keys, and what a learned policy has learnt, for tests."""
 
+from collections import Counter
+
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.reuse_times import Use
@@ -14,6 +16,15 @@ class Clock:
 
 def a_key(number: int) -> bytes:
     return b"a" * NAMESPACE_BYTES + number.to_bytes(HASH_BYTES, "big") + place_suffix(0, 0)
+
+
+def samples(policy: LearnedPolicy) -> Counter[int]:
+    """Count the samples whose next use is awaited, by kind."""
+    found = Counter[int]()
+    for cohort in policy.times._cohorts:
+        for use in cohort.uses.values():
+            found[use.kind] += use.num
+    return +found
 
 
 def teach(policy: LearnedPolicy, clock: Clock, *, back: int, gone: int) -> None:

@@ -18,7 +18,7 @@ from kvhold.tiers.policies.kinds import USES, kind_of, pasts_of_use
 from tests.tiers.learnt import Clock, teach
 
 BLOCK = 4096
-BACK, GONE = 9, 18  # numbers of prompts: new chunks after a short pause, and after a longer one
+BACK, GONE = 6, 12  # numbers of prompts: new chunks after a short pause, and after a longer one
 
 
 def a_key(number: int, group: int = 0) -> bytes:
@@ -246,8 +246,8 @@ def test_the_victim_is_the_first_row_of_least_worth(steps: list[tuple[str, int, 
         keys = keys_of(range(number, number + num))
         match what:
             case "use":
-                disk.use(keys, number % 40, NEUTRAL + number % 3)
-                times.use(kind_of(1, number % 40), num)
+                disk.use(keys, number % 25, NEUTRAL + number % 3)
+                times.use(kind_of(1, number % 25), num)
             case "write":
                 disk.write([key for key in keys if disk.index.find(key) is None])
             case "evict" if len(disk.index):
@@ -334,8 +334,8 @@ def test_the_first_rows_are_compared_again_only_where_they_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With so many lists that comparing all of them for each victim would take long."""
-    disk = Disk(280, learnt=False)
-    for prompt in range(40):
+    disk = Disk(175, learnt=False)
+    for prompt in range(25):
         for uses in range(7):
             keys = keys_of([prompt * 7 + uses])
             for _ in range(1 << uses):

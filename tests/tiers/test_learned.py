@@ -8,13 +8,13 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.testing.policy import PolicyContract
 from kvhold.tiers.policies import LearnedPolicy, LruPolicy
-from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
 from kvhold.tiers.policies.chains import Place
-from kvhold.tiers.policies.ghosts import MOST_KINDS, Ghost, pack, queue_of, unpack
+from kvhold.tiers.policies.ghosts import MOST_KINDS, SAMPLE, Ghost, pack, queue_of, unpack
 from kvhold_lab.simulate.generators import GENERATORS, generate
 from kvhold_lab.simulate.policy_replay import replay_class
 from kvhold_lab.simulate.trace import Cut, trace_of
-from tests.tiers.learnt import Clock, a_key, teach
+from tests.tiers.learnt import Clock, a_key, samples, teach
 
 
 class TestContract(PolicyContract):
@@ -89,6 +89,124 @@ class TestWhatIsEvicted:
         awaited = [use.num for use in policy.times._cohorts[-1].uses.values() if use.num]
         assert awaited == [1], "the chunk that was evicted"
 
+    @pytest.mark.parametrize("num_here", [0, 20, 60])
+    def test_one_chunk_of_each_run_is_counted(self, num_here: int) -> None:
+        """First 60 new chunks, then the same and 40 new ones: two runs, or three if some are here.
+
+        The chunks in memory are a run, and so are those that are not.
+        """
+        memory = Memory(60)
+        times = memory.policy.times
+        memory.ask(range(60))
+        assert samples(memory.policy).total() == 1
+        for number in range(59, num_here - 1, -1):
+            memory.policy.remove(a_key(number), evicted=True)
+        assert samples(memory.policy).total() == 1
+        memory.clock.now_s = 60.0
+        keys = [a_key(number) for number in range(100)]
+        prompt = memory.policy.looked_up(keys, num_here)
+        memory.policy.used(keys[:num_here], prompt)
+        memory.policy.missed(keys[num_here:], prompt)
+        assert samples(memory.policy).total() == 2 + (num_here == 20)
+        assert times._ended.sum() == 1, "one interval was counted, so one has ended"
+
+    def test_of_groups_and_shards_one_chunk_is_counted(self) -> None:
+        policy = LearnedPolicy(Clock())
+        names = [a_key(number)[:NAME_BYTES] for number in range(20)]
+        keys = [name + place_suffix(0, shard) for name in names for shard in (1, 0)]
+        policy.missed(keys[1::2], policy.looked_up(keys[1::2], 0))
+        for key in keys:
+            policy.insert(key, 1)
+        policy.used(keys, PolicyLookup())
+        assert samples(policy).total() == 1
+        for key in keys:
+            policy.remove(key, evicted=True)
+        assert samples(policy).total() == 1
+        assert [bool(policy.ghosts.find(name) & SAMPLE) for name in names] == [True] + 19 * [False]
+        for key in keys:
+            policy.insert(key, 1)
+        assert samples(policy).total() == 1
+
+    @pytest.mark.parametrize("size", [1, 7, 60])
+    def test_a_run_goes_on_over_the_calls_of_a_lookup_and_of_a_store(self, size: int) -> None:
+        clock = Clock()
+        policy, keys = LearnedPolicy(clock), [a_key(number) for number in range(60)]
+        parts = [keys[first : first + size] for first in range(0, 60, size)]
+        for at_s in (0.0, 200.0):
+            clock.now_s = at_s
+            lookup = policy.looked_up(keys, 0)
+            for part in parts:
+                clock.now_s += 1.0
+                policy.missed(part, lookup)
+            assert samples(policy).total() == 1
+        for part in parts:
+            clock.now_s += 1.0
+            for key in part:
+                policy.insert(key, 1)
+        for at_s in (400.0, 600.0):
+            clock.now_s = at_s
+            lookup = policy.looked_up(keys, 60)
+            for part in parts:
+                clock.now_s += 1.0
+                policy.used(part, lookup)
+            assert samples(policy).total() == 1
+
+    def test_a_run_that_is_evicted_over_a_long_time_is_still_one(self) -> None:
+        """The times of its use and of an earlier one are merged meanwhile."""
+        clock = Clock()
+        policy, keys = LearnedPolicy(clock), [a_key(number) for number in range(60)]
+        policy.missed([a_key(99)], policy.looked_up([a_key(99)], 0))
+        clock.now_s = 3.0
+        policy.missed(keys, policy.looked_up(keys, 0))
+        for key in keys:
+            policy.insert(key, 1)
+        for key in reversed(keys):
+            clock.now_s += 30.0
+            policy.looked_up([], 0)
+            policy.remove(key, evicted=True)
+        policy.missed(keys, policy.looked_up(keys, 0))
+        assert samples(policy).total() == 2, "with that of the other prompt"
+
+    def test_chunks_that_other_lookups_use_in_between_are_counted_once_for_each(self) -> None:
+        clock = Clock()
+        policy, keys = LearnedPolicy(clock), [a_key(number) for number in range(60)]
+        for key in keys:
+            policy.insert(key, 1)
+        first, second = policy.looked_up(keys, 60), policy.looked_up(keys[:30], 30)
+        for at in range(0, 60, 10):
+            clock.now_s += 1.0
+            policy.used(keys[at : at + 10], first)
+            policy.used(keys[at : min(at + 10, 30)], second)
+        assert samples(policy).total() == 1, "the first chunk is the sample of both"
+        policy.used(keys, policy.looked_up(keys, 60))
+        assert samples(policy).total() == 2, "30 chunks were used twice, the others once"
+
+    def test_repeats_in_other_groups_are_not_counted_even_if_they_missed_a_lookup(self) -> None:
+        policy = LearnedPolicy(Clock())
+        keys = [a_key(number) for number in range(20)]
+        others = [key[:NAME_BYTES] + place_suffix(1, 0) for key in keys]
+        policy.missed(keys, policy.looked_up(keys, 0))
+        for key in (*keys, *others):
+            policy.insert(key, 1)
+        policy.used(keys, policy.looked_up(keys, 20))
+        lookup = policy.looked_up(keys, 20)
+        policy.used(keys, lookup)
+        policy.used(others, lookup, is_repeat=True)
+        assert samples(policy).total() == 1
+
+    def test_the_sample_is_in_the_group_and_shard_that_lookups_name(self) -> None:
+        policy = LearnedPolicy(Clock())
+        keys, others = (
+            [a_key(number)[:NAME_BYTES] + place_suffix(group, 2) for number in range(20)]
+            for group in (1, 0)
+        )
+        policy.missed(keys, policy.looked_up(keys, 0))
+        for key in (*others, *keys):
+            policy.insert(key, 1)
+        assert policy.ghosts.num == 0
+        chunks = [policy._chunks.get(key) for key in (*keys, *others)]
+        assert [chunk.is_sample for chunk in chunks if chunk] == [True] + 39 * [False]
+
     def test_a_cleared_chunk_is_not_remembered(self) -> None:
         memory = Memory(8)
         memory.ask([1, 2])
@@ -136,7 +254,7 @@ class TestGroupsAndShards:
         for key in (*self.keys(0, 0), *self.keys(0, 1)):
             policy.insert(key, 1)
         policy.remove(self.keys(0, 1)[0], evicted=True)
-        policy.used([*self.keys(0, 0), *self.keys(0, 1)], 9, 5)
+        policy.used([*self.keys(0, 0), *self.keys(0, 1)], PolicyLookup(9), 5)
         policy.insert(self.keys(0, 1)[0], 1)
         assert len({chunk.queue for chunk in policy._chunks.values()}) == 1
         assert policy.ghosts.num == 0
@@ -272,7 +390,7 @@ class TestValues:
         clock.now_s = 3500.0
         policy.insert(a_key(1), 1)
         policy.insert(a_key(2), 1)
-        policy.used([a_key(2)], 0, NEUTRAL - 4)
+        policy.used([a_key(2)], PolicyLookup(), NEUTRAL - 4)
         assert policy.victims(3, lambda _: False) == [a_key(number) for number in (0, 2, 1)]
         assert policy.victims(2, {a_key(0)}.__contains__) == [a_key(2), a_key(1)]
 
@@ -284,8 +402,8 @@ class TestValues:
 
     def test_a_later_lookup_changes_the_value(self) -> None:
         policy = self.stored([NEUTRAL, NEUTRAL], 15)
-        policy.used([a_key(0)], 0, NEUTRAL)
-        policy.used([a_key(1)], 0, 0)
+        policy.used([a_key(0)], PolicyLookup(), NEUTRAL)
+        policy.used([a_key(1)], PolicyLookup(), 0)
         assert self.victims(policy, 1) == [a_key(1)]
 
     def found(self, values: tuple[int, int]) -> int:
@@ -326,9 +444,9 @@ class TestValues:
         policy = self.stored([3], 15)
         policy.remove(a_key(0), evicted=True)
         policy.insert(a_key(0), 1)
-        policy.missed([a_key(1)], 0, 4)
+        policy.missed([a_key(1)], PolicyLookup(), 4)
         policy.insert(a_key(1), 1)
-        policy.used([a_key(1)], 0, 4)
+        policy.used([a_key(1)], PolicyLookup(), 4)
         assert self.victims(policy, 1) == [a_key(0)]
 
 
@@ -386,7 +504,7 @@ def test_a_victim_costs_as_much_after_many_others_of_the_same_moment(calls: list
 
 
 class TestManyQueues:
-    """Chunks of 640 kinds and values."""
+    """Chunks of 400 kinds and values."""
 
     @pytest.fixture
     def clock(self) -> Clock:
@@ -395,9 +513,9 @@ class TestManyQueues:
     @pytest.fixture
     def policy(self, clock: Clock) -> LearnedPolicy:
         policy = LearnedPolicy(clock)
-        for number in range(640):
+        for number in range(400):
             policy.insert(a_key(number), 1)
-            policy.used([a_key(number)], number % 40, number // 40)
+            policy.used([a_key(number)], PolicyLookup(number % 25), number // 25)
         return policy
 
     def test_no_search_for_a_victim_looks_at_most_of_them(
@@ -411,16 +529,16 @@ class TestManyQueues:
             policy.remove(victim, evicted=True)
 
     def test_all_of_them_are_found(self, policy: LearnedPolicy) -> None:
-        assert len(policy.victims(640, lambda _: False)) == 640
-        last = a_key(637)
+        assert len(policy.victims(400, lambda _: False)) == 400
+        last = a_key(397)
         assert policy.victims(1, lambda key: key != last) == [last]
 
     def test_a_chunk_leaves_no_empty_queue(self) -> None:
         policy = LearnedPolicy(Clock())
         for number in range(2):
             policy.insert(a_key(number), 1)
-        for number in range(640):
-            policy.used([a_key(0)], number % 40, number // 40)
+        for number in range(400):
+            policy.used([a_key(0)], PolicyLookup(number % 25), number // 25)
         for space in (policy._all, *policy._spaces.values()):
             assert len(space.queues) == 2
         policy.remove(a_key(0), evicted=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvhold.tiers.policies import reuse_times
-from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, Ghosts, pack, unpack
+from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, Ghosts, pack, run_of, unpack
 from kvhold.tiers.policies.reuse_times import ReuseTimes, Use
 from tests.tiers.learnt import a_key
 
@@ -187,6 +187,30 @@ class TestReuseTimes:
         assert times.num_cohorts < 5
         assert times._reached[:, 28] == pytest.approx(400, rel=0.01)  # 5793 s
 
+    def test_chunks_may_be_added_to_an_earlier_use(self) -> None:
+        """As if they had been counted when it began."""
+        at_once, later = ReuseTimes((2,)), ReuseTimes((2,))
+        used = [times.use(1, num) for times, num in ((at_once, 3), (later, 1))]
+        for now_s in (1.0, 2.0, 10.0, 60.0):
+            for times in (at_once, later):
+                times.advance(now_s)
+            if now_s == 2.0:
+                later.add(used[1], 2)
+        for times, use in zip((at_once, later), used, strict=True):
+            times.end(use)
+        assert at_once._ended.sum() == 1
+        assert (at_once._ended == later._ended).all()
+        assert at_once._reached == pytest.approx(later._reached, rel=1e-3)
+        assert at_once._num_chunks == pytest.approx(later._num_chunks, rel=1e-3)
+
+    def test_after_a_pause_a_tick_computes_more_worths_up_to_a_limit(self) -> None:
+        times = ReuseTimes((280,))
+        before = 0
+        for passed_s, num in ((0.25, 8), (1.0, 32), (3600.0, 64)):
+            times.advance(times.now_s + passed_s)
+            assert times._to_update - before == num
+            before = times._to_update
+
     def test_equal_calls_have_equal_results(self) -> None:
         first, second = self.learnt(), self.learnt()
         assert [first.worth_of_new(kind) for kind in range(3)] == [
@@ -229,32 +253,54 @@ class TestGhosts:
     def test_uses_of_many_are_noted_at_once(self) -> None:
         ghosts = Ghosts(8)
         pasts = [pack(Ghost(20.0, 5, uses)) for uses in range(1, MOST_USES + 1)]
-        assert ghosts.use_all([a_key(1), a_key(2)], pasts, 20.0) == ([], [])
-        assert ghosts.use_all([a_key(2), a_key(3)], pasts, 20.0) == ([pasts[0]], [])
+        assert ghosts.use_all([a_key(1), a_key(2)], pasts, 20.0) == ([0, 0], [])
+        assert ghosts.use_all([a_key(3), a_key(2)], pasts, 20.0) == ([0, pasts[0]], [])
         assert [ghosts.find(a_key(number)) for number in (1, 2, 3)] == [
             pasts[uses] for uses in (0, 1, 0)
         ]
-        known, replaced = ghosts.use_all(map(a_key, range(4, 10)), pasts, 20.0)
-        assert (known, len(replaced)) == ([], 1)
+        earlier, replaced = ghosts.use_all(map(a_key, range(4, 10)), pasts, 20.0)
+        assert (earlier, len(replaced)) == (6 * [0], 1)
         assert ghosts.num == 8
 
     def test_uses_of_those_that_are_known_alone(self) -> None:
         ghosts = Ghosts(8)
         pasts = [pack(Ghost(20.0, 5, uses)) for uses in range(1, MOST_USES + 1)]
         ghosts.use_all([a_key(1)], pasts, 20.0)
-        assert ghosts.use_all(map(a_key, range(20)), pasts, 20.0, if_known=True) == ([pasts[0]], [])
+        earlier, replaced = ghosts.use_all(map(a_key, range(20)), pasts, 20.0, if_known=True)
+        assert (earlier, replaced) == ([0, pasts[0], *(18 * [0])], [])
         assert (ghosts.num, ghosts.find(a_key(1)), ghosts.find(a_key(2))) == (1, pasts[1], 0)
 
     def test_times_are_right_after_a_year(self) -> None:
         ghosts, now_s = Ghosts(), 365 * DAY_S
-        ghosts.add(a_key(1), pack(Ghost(now_s - 90 * DAY_S, 1, 1)), now_s)
+        ghosts.add(a_key(1), pack(Ghost(now_s - 40 * DAY_S, 1, 1)), now_s)
         found = unpack(ghosts.find(a_key(1)), now_s)
-        assert found.at_s == pytest.approx(now_s - 90 * DAY_S, abs=2.0)
+        assert found.at_s == pytest.approx(now_s - 40 * DAY_S, abs=2.0)
+
+    def test_chunks_of_one_run_may_differ_in_value_and_in_being_a_sample(self) -> None:
+        ghosts, past = Ghosts(), pack(Ghost(20.0, 5, 3, 8))
+        ghosts.add(a_key(1), past, 20.0)
+        assert run_of(ghosts.mark(a_key(1))) == run_of(past) == pack(Ghost(20.0, 5, 3))
+        assert run_of(pack(Ghost(20.0, 5, 3, 15))) == run_of(past)
+        for other in (Ghost(22.0, 5, 3, 8), Ghost(20.0, 6, 3, 8), Ghost(20.0, 5, 4, 8)):
+            assert run_of(pack(other)) != run_of(past)
 
     def test_uses_are_counted_up_to_a_limit(self) -> None:
         ghosts = Ghosts()
         ghosts.add(a_key(1), pack(Ghost(0.0, 1, 1000)), 0.0)
         assert unpack(ghosts.take(a_key(1)), 0.0) == Ghost(0.0, 1, MOST_USES)
+
+    def test_a_sample_stays_one_until_it_is_used(self) -> None:
+        ghosts, past = Ghosts(), pack(Ghost(20.0, 5, 3))
+        assert ghosts.mark(a_key(1)) == 0
+        ghosts.add(a_key(1), past, 20.0)
+        marked = ghosts.mark(a_key(1))
+        assert marked == ghosts.find(a_key(1)) != past
+        assert unpack(marked, 20.0) == unpack(past, 20.0)
+        assert ghosts.add(a_key(1), past, 20.0) == 0, "of another group"
+        assert ghosts.find(a_key(1)) == marked
+        pasts = [pack(Ghost(40.0, 5, uses)) for uses in range(1, MOST_USES + 1)]
+        assert ghosts.use_all([a_key(1)], pasts, 40.0) == ([marked], [])
+        assert ghosts.find(a_key(1)) == pasts[3]
 
     def test_nine_bytes_each(self) -> None:
         assert Ghosts(1 << 10).nbytes == 9 << 10

@@ -16,6 +16,7 @@ from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, unless_short
 from kvhold.cache.computing import AnnouncementWait, Computing, Wait, WaitEnd
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.handover_pins import HandoverPins
+from kvhold.cache.index.hits import needed_chunks
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.index.presence import Extent, FirstKeys, Prefix, Presence
@@ -317,20 +318,27 @@ class Lookups:
         query, layout, uses = asked.query, asked.layout, asked.uses
         if uses == "none":
             return
-        policy, keys, extent = self._ram.policy, FirstKeys(query), prefix.extent
-        prompt = policy.looked_up(keys, extent.whole)
+        policy, keys, extent = self._ram.policy, FirstKeys(query, layout), prefix.extent
+        lookup = policy.looked_up(keys, extent.whole)
         runs = self._values.runs(query, layout, max(len(keys), extent.chunks), asked.cost)
-        for row in prefix.rows.values():
+        recorded = extent.chunks  # from here on, in an earlier row
+        for (group, _), row in sorted(prefix.rows.items(), key=lambda item: item[0] != keys.place):
             yield 1
-            for run in _steps(runs, 0, len(row), _MOST_USED):
-                here = [entry.key for entry in row[run.first : run.last] if entry is not None]
-                policy.used(here, prompt, run.value)
-                yield _USED_UNITS * len(here)
+            first = needed_chunks(layout, group, extent.num_tokens).start
+            for is_repeat, begin, end in (
+                (False, first, recorded),
+                (True, max(first, recorded), len(row)),
+            ):
+                for run in _steps(runs, begin, end, _MOST_USED):
+                    here = [entry.key for entry in row[run.first : run.last] if entry is not None]
+                    policy.used(here, lookup, run.value, is_repeat=is_repeat)
+                    yield _USED_UNITS * len(here)
+            recorded = min(recorded, first)
         for run in _steps(runs, extent.whole, len(keys), _MOST_NOTED):
-            policy.missed(keys[run.first : run.last], prompt, run.value, if_known=uses == "known")
+            policy.missed(keys[run.first : run.last], lookup, run.value, if_known=uses == "known")
             yield _MOST_NOTED
         if runs:
-            self._uses.add(query, layout, prompt, runs[-1].value)
+            self._uses.add(query, layout, lookup, runs[-1].value)
 
     def _forget_search(self, number: int, owner: Owner) -> None:
         self._leases.withdraw(owner, number)

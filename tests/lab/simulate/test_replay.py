@@ -10,15 +10,19 @@ pytest.importorskip("numba", reason="no numba in this environment")
 
 from kvhold.core.errors import ConfigError
 from kvhold.tiers.policies import POLICIES, LearnedPolicy, LruPolicy
+from kvhold_lab.simulate import policy_replay
+from kvhold_lab.simulate import replay as real_replay
 from kvhold_lab.simulate.numba_eviction import POLICIES as MODELS
 from kvhold_lab.simulate.numba_eviction import replay
-from kvhold_lab.simulate.policy_replay import replay_class
+from kvhold_lab.simulate.policy_replay import learned_policy, replay_class
 from kvhold_lab.simulate.replay import serve
 from kvhold_lab.simulate.simulation import replay_policy
 from kvhold_lab.simulate.trace import parse_trace
 from tests.lab.simulate.traces import make_trace
+from tests.tiers.learnt import samples
 
-CUT = parse_trace(make_trace(seed=3)).cut(512)
+TRACE = parse_trace(make_trace(seed=3))
+CUT = TRACE.cut(512)
 RAM = 300  # of some 1,400 different chunks
 
 
@@ -35,6 +39,30 @@ def test_a_real_cache_finds_exactly_the_same(policy: str, lower: int) -> None:
     assert 0 < simulated.found.sum() < CUT.chunks.size
     served = serve(CUT, policy=policy, ram_chunks=RAM, lower_chunks=lower)
     assert np.array_equal(simulated.found, served)
+
+
+@pytest.mark.parametrize("lower", [0, 4 * RAM])
+def test_a_real_cache_takes_exactly_the_same_samples(
+    lower: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of long prompts, whose chunks a lookup records in parts."""
+    cut, made = TRACE.cut(128), list[LearnedPolicy]()
+    for module in (policy_replay, real_replay):
+
+        def noted(arrivals: policy_replay.Arrivals) -> LearnedPolicy:
+            made.append(learned_policy(arrivals))
+            return made[-1]
+
+        monkeypatch.setattr(module, "learned_policy", noted)
+    assert np.diff(cut.starts).max() > 64
+    simulated = replay_policy(cut, "learned", capacity=4 * RAM, lower_capacity=lower)
+    assert simulated.evicted > RAM
+    assert bool(lower) == (simulated.promoted > RAM)
+    served = serve(cut, policy="learned", ram_chunks=4 * RAM, lower_chunks=lower)
+    assert np.array_equal(simulated.found, served)
+    first, second = made
+    assert samples(first) == samples(second)
+    assert np.array_equal(first.times._ended, second.times._ended)
 
 
 @pytest.mark.parametrize("lower", [0, RAM, 2 * RAM])

@@ -10,6 +10,7 @@ from kvhold.tiers.disk.index import Index
 from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.kinds import NEW, PAUSES
 from kvhold_lab.bench import index as memory_index
 from kvhold_lab.bench.index import NAMESPACE, fresh, keys_of
 from kvhold_lab.bench.profiles import Profiles, of_calls
@@ -17,7 +18,7 @@ from kvhold_lab.bench.rows import Row, in_turn, time_row
 
 ROUNDS = 9
 _FILE_BYTES = 4096
-_PROMPTS = 40  # kinds of prompts
+_PROMPTS = PAUSES * NEW  # kinds of prompts
 _TURN_S = 1.0
 
 

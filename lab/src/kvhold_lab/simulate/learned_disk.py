@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvhold.tiers.disk.index import DiskEntry, Index
 from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.policies import LearnedPolicy
-from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
 
 _CHUNK_BYTES = 512  # the unit of an index
 
@@ -14,7 +14,7 @@ class LearnedDisk:
     def __init__(self, policy: LearnedPolicy, capacity: int) -> None:
         self.victims: list[bytes] = []
         learning = Learning()
-        self._worths = learning.worths = policy.times.add_place()
+        learning.worths = policy.times.add_place()
         self._index = Index("learned", capacity * _CHUNK_BYTES, _CHUNK_BYTES, learning)
 
     def num_found(self, keys: Sequence[bytes]) -> int:
@@ -23,8 +23,8 @@ class LearnedDisk:
                 return i
         return len(keys)
 
-    def used(self, prompt: Sequence[bytes], number: int) -> None:
-        self._index.used(reversed(prompt), number, NEUTRAL, self._worths.now_s, are_whole=True)
+    def used(self, prompt: Sequence[bytes], lookup: PolicyLookup) -> None:
+        self._index.used(reversed(prompt), lookup.prompt, NEUTRAL, lookup.at_s, are_whole=True)
 
     def read(self, keys: Sequence[bytes]) -> None:
         """This policy counts lookups, not reads."""

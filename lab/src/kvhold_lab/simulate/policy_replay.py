@@ -21,7 +21,7 @@ from kvhold.cache.values import ValueRun
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.policies import POLICIES, LearnedPolicy, LruPolicy, Policy
-from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
 from kvhold_lab.simulate.learned_disk import LearnedDisk
 from kvhold_lab.simulate.trace import Ids, Starts, Times
 
@@ -97,12 +97,12 @@ def replay_class(
 
         here = memory.num_found(prompt)
         if memory.policy.learns:
-            number = memory.policy.looked_up(prompt, here)
+            lookup = memory.policy.looked_up(prompt, here)
             for run in values or (ValueRun(0, len(prompt), NEUTRAL),):
                 first, last = run.first, min(run.last, len(prompt))
-                memory.policy.used(prompt[first : min(last, here)], number, run.value)
-                memory.policy.missed(prompt[max(first, here) : last], number, run.value)
-            lower.used(prompt, number)
+                memory.policy.used(prompt[first : min(last, here)], lookup, run.value)
+                memory.policy.missed(prompt[max(first, here) : last], lookup, run.value)
+            lower.used(prompt, lookup)
         memory.policy.touch_all(reversed(prompt[:here]))
         missing = prompt[here:]
 
@@ -164,7 +164,7 @@ class _Lower(Protocol):
 
     def num_found(self, keys: Sequence[bytes]) -> int: ...
 
-    def used(self, prompt: Sequence[bytes], number: int) -> None: ...
+    def used(self, prompt: Sequence[bytes], lookup: PolicyLookup) -> None: ...
 
     def read(self, keys: Sequence[bytes]) -> None: ...
 
@@ -194,7 +194,7 @@ class _Tier:
                 return i
         return len(keys)
 
-    def used(self, prompt: Sequence[bytes], number: int) -> None:
+    def used(self, prompt: Sequence[bytes], lookup: PolicyLookup) -> None:
         """This policy counts reads."""
 
     def read(self, keys: Sequence[bytes]) -> None:

@@ -33,12 +33,18 @@ class Extent:
 
 
 class FirstKeys(Sequence[bytes]):
-    """The whole chunks' keys in the first group and shard."""
+    """The whole chunks' keys in one group and shard.
 
-    def __init__(self, query: Query) -> None:
+    place: the first group with full attention, or the first one, and the first shard that the query
+           needs
+    """
+
+    def __init__(self, query: Query, layout: Layout) -> None:
+        full = (i for i, group in enumerate(layout.groups) if group.attention == "full")
+        self.place = next(full, 0), query.shard_numbers[0]
         self._namespace = query.namespace
         self._hashes = query.hashes
-        self._suffix = place_suffix(0, 0)
+        self._suffix = place_suffix(*self.place)
 
     def __len__(self) -> int:
         return len(self._hashes) // HASH_BYTES

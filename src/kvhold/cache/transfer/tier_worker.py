@@ -474,9 +474,8 @@ def _teach(stack: Stack, state: CacheState, policy: str) -> None:
                 f"tier {name}: policy=learned needs policy = 'learned' for memory, whose "
                 f"statistics it uses, not {policy!r}"
             )
-        worths = learned.times.add_place()
-        tier.learn_from(worths)
-        state.uses.begin(worths)
+        tier.learn_from(learned.times.add_place())
+        state.uses.begin()
 
 
 def _check_coding(guard: Guard, config: Config) -> None:

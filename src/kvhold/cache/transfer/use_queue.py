@@ -10,7 +10,7 @@ from kvhold.cache.transfer.commands import Command, UsedCommand
 from kvhold.core.keys import HASH_BYTES, Query, place_suffix
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.tiers.policies.reuse_times import Worths
+from kvhold.tiers.policies.base import PolicyLookup
 
 _MOST_WAITING = 1 << 18  # keys
 _MOST_KEYS = 250  # at once
@@ -20,17 +20,17 @@ class UseQueue:
     def __init__(self, metrics: Metrics, give_command: Callable[[Command], None]) -> None:
         self._metrics = metrics
         self._give_command = give_command
-        self._worths: Worths | None = None
+        self._has_tiers = False
         self._num_added = 0
         self._num_done = 0
 
-    def begin(self, worths: Worths) -> None:
-        self._worths = worths
+    def begin(self) -> None:
+        self._has_tiers = True
 
-    def add(self, query: Query, layout: Layout, prompt: int, value: int) -> None:
-        if self._worths is None:
+    def add(self, query: Query, layout: Layout, lookup: PolicyLookup, value: int) -> None:
+        if not self._has_tiers:
             return
-        command = UsedCommand(query, len(layout.groups), prompt, value, self._worths.now_s)
+        command = UsedCommand(query, len(layout.groups), lookup.prompt, value, lookup.at_s)
         if self._num_added - self._num_done + command.num_keys > _MOST_WAITING:
             self._metrics.add("kvhold_tier_dropped_uses", command.num_keys)
             return

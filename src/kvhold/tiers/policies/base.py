@@ -9,11 +9,30 @@ known prefix. Not thread-safe. `kvhold.testing.PolicyContract` is the conformanc
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from kvhold.tiers.policies.reuse_times import Use
 
 # classes of a chunk's value per byte (`cache/values.py`), by half octaves around NEUTRAL
 NUM_VALUES = 16
 NEUTRAL = 8
+
+
+@dataclass
+class PolicyLookup:
+    """A lookup, as a policy knows it. All calls of `used` and `missed` for it get it.
+
+    prompt:  the kind of its prompt
+    at_s:    when it began, by the policy's clock
+    present: runs in memory that `LearnedPolicy` has counted: `{(last use, uses): this use}`
+    absent:  runs that are not in memory, and counted: their pasts
+    """
+
+    prompt: int = 0
+    at_s: float = 0.0
+    present: dict[tuple[Use, int], Use] = field(default_factory=dict)
+    absent: set[int] = field(default_factory=set)
 
 
 class Policy(Protocol):
@@ -39,23 +58,36 @@ class Policy(Protocol):
     def touch_all(self, keys: Iterable[bytes]) -> None:
         """Count chunks as used, in this order."""
 
-    def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
-        """Record a lookup, if `learns`. Return the `prompt` argument of `used` and `missed`.
+    def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
+        """Record a lookup, if `learns`.
 
-        keys:     of a prompt's whole chunks, in the first group and shard, in order
+        keys:     of a prompt's whole chunks, in one group and shard, in order
         num_here: number of leading chunks that the hit has
         """
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
-        """Record the chunks of a hit, in all groups and shards.
+    def used(
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        is_repeat: bool = False,
+    ) -> None:
+        """Record chunks of a hit, in all groups and shards, in any number of calls.
 
-        value: of each, below `NUM_VALUES`
+        value:     of each, below `NUM_VALUES`
+        is_repeat: these chunks were recorded before, in another group or shard
         """
 
     def missed(
-        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        if_known: bool = False,
     ) -> None:
-        """Record the chunks that the hit lacks, in the first group and shard.
+        """Record chunks that the hit lacks, in the same group and shard. Call it after `used`.
 
         if_known: leave out chunks that were in no earlier lookup
         """

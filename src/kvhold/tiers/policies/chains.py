@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from kvhold.core.keys import NAMESPACE_BYTES
-from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
 from kvhold.tiers.policies.reuse_times import Use
 from kvhold.tiers.table import KeyTable
 
@@ -24,12 +24,26 @@ _SWEPT_A_CALL = 3  # keeps about two places per leaf at most
 class Chunk:
     """A chunk that a policy knows.
 
-    rank:  unique; the lowest is evicted first
-    use:   the last use, for `LearnedPolicy`
-    place: in the heaps; None if it is not a leaf
+    rank:      unique; the lowest is evicted first
+    uses:      a counter for the policy
+    use:       the last use, for `LearnedPolicy`
+    is_sample: whether the use is counted, for `LearnedPolicy`
+    place:     its entry in the heaps; None if it is not a leaf
+    space:     its namespace
     """
 
-    __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "use", "uses")
+    __slots__ = (
+        "is_sample",
+        "key",
+        "nbytes",
+        "parent",
+        "place",
+        "queue",
+        "rank",
+        "space",
+        "use",
+        "uses",
+    )
 
     def __init__(self, key: bytes, nbytes: int, space: "ChunkSpace") -> None:
         self.key = key
@@ -40,6 +54,7 @@ class Chunk:
         self.queue = 0
         self.uses = 0
         self.use: Use | None = None
+        self.is_sample = False
         self.place: Place | None = None
 
 
@@ -182,14 +197,26 @@ class ChainPolicy(ABC):
         find = self._chunks.get
         self._touched([chunk for key in keys if (chunk := find(key)) is not None])
 
-    def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
-        return 0
+    def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
+        return PolicyLookup()
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:  # noqa: B027
+    def used(  # noqa: B027
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        is_repeat: bool = False,
+    ) -> None:
         pass
 
     def missed(  # noqa: B027
-        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        if_known: bool = False,
     ) -> None:
         pass
 

@@ -3,10 +3,12 @@
 A name's hash chooses a set of eight places. A new chunk in a full set replaces the one with the
 oldest use.
 
-    number:  past (tick 22 | value 4 | kind 9 | uses 5) | tag 24
+    number:  past (tick 21 | value 4 | kind 9 | sample 1 | uses 5) | tag 24
     mark:    one byte, 0 in an empty place; one call searches a set for it
 
-Times have a resolution of two seconds and wrap around after 97 days.
+Times have a resolution of two seconds and wrap around after 48 days.
+
+The user may mark some chunks as samples.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,9 +23,11 @@ _TAG_BITS = 24
 _TAG = (1 << _TAG_BITS) - 1
 _MARKS = 255
 TICK_S = 2.0
-_TICKS = 1 << 22
+_TICKS = 1 << 21
 _KIND_BITS, _USES_BITS = 9, 5
-_PAST_BITS = 4 + _KIND_BITS + _USES_BITS  # below the tick
+SAMPLE = 1 << _USES_BITS  # set in the past of a sample
+_PAST_BITS = 4 + _KIND_BITS + 1 + _USES_BITS  # below the tick
+_VALUE = 15 << _PAST_BITS - 4
 MOST_KINDS = 1 << _KIND_BITS
 MOST_USES = (1 << _USES_BITS) - 1
 
@@ -47,10 +51,25 @@ class Ghosts:
         self.num = 0
 
     def add(self, name: bytes, past: int, now_s: float) -> int:
-        """Return the replaced past, of this or another chunk; 0: none."""
+        """Remember a chunk. Return the past that it replaced, of this or another chunk; 0: none.
+
+        The past of a sample is replaced only by that of another sample.
+        """
         number = xxh3_64_intdigest(name)
         place = self._find(number)
-        return self._set(number, past, now_s) if place < 0 else self._renew(place, past)
+        if place < 0:
+            return self._set(number, past, now_s)
+        if self._places[place] >> _TAG_BITS & SAMPLE and not past & SAMPLE:
+            return 0
+        return self._renew(place, past)
+
+    def mark(self, name: bytes) -> int:
+        """Mark a chunk as a sample. Return its past; 0: unknown."""
+        place = self._find(xxh3_64_intdigest(name))
+        if place < 0:
+            return 0
+        self._places[place] |= SAMPLE << _TAG_BITS
+        return self._places[place] >> _TAG_BITS
 
     def take(self, name: bytes) -> int:
         place = self._find(xxh3_64_intdigest(name))
@@ -75,18 +94,18 @@ class Ghosts:
         """pasts: the past to remember: `[number of earlier uses]`
         if_known: add no unknown chunks
 
-        Returns the earlier pasts of the known chunks, and the pasts of replaced chunks.
+        Returns the earlier past of each chunk, 0 if unknown, and the pasts of replaced chunks.
         """
         find, new = self._find, pasts[0]
-        known, replaced = [], []
+        earlier, replaced = [], []
         for number in map(xxh3_64_intdigest, names):
-            place = find(number)
+            place, past = find(number), 0
             if place >= 0:
                 past = self._renew(place, pasts[self._places[place] >> _TAG_BITS & MOST_USES])
-                known.append(past)
-            elif not if_known and (past := self._set(number, new, now_s)):
-                replaced.append(past)
-        return known, replaced
+            elif not if_known and (other := self._set(number, new, now_s)):
+                replaced.append(other)
+            earlier.append(past)
+        return earlier, replaced
 
     def _find(self, number: int) -> int:
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
@@ -126,7 +145,7 @@ def pack(ghost: Ghost) -> int:
 
 def pack_queue(at_s: float, queue: int, uses: int) -> int:
     uses = min(uses, MOST_USES)
-    return int(at_s / TICK_S) % _TICKS << _PAST_BITS | queue << _USES_BITS | uses
+    return int(at_s / TICK_S) % _TICKS << _PAST_BITS | queue << _USES_BITS + 1 | uses
 
 
 def unpack(past: int, now_s: float) -> Ghost:
@@ -139,7 +158,13 @@ def age_s_of(past: int, now_s: float) -> float:
 
 
 def queue_of(past: int) -> int:
-    return past >> _USES_BITS & (1 << _PAST_BITS - _USES_BITS) - 1
+    """Return the value and the kind in one number: value * MOST_KINDS + kind."""
+    return past >> _USES_BITS + 1 & (1 << _PAST_BITS - _USES_BITS - 1) - 1
+
+
+def run_of(past: int) -> int:
+    """Return a past without the value and the sample, which differ within a run."""
+    return past & ~(_VALUE | SAMPLE)
 
 
 def uses_of(past: int) -> int:

@@ -5,8 +5,14 @@ A *prompt* (`LearnedPolicy.looked_up`): pause and new chunks in one number.
 
 from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, pack
 
-USES, PAUSES, NEW = 7, 5, 8  # numbers of values
+USES, PAUSES, NEW = 7, 5, 5  # numbers of values
 _PROMPTS = PAUSES * NEW
+
+
+def prompt_of(pause: int, num_new: int) -> int:
+    """pause: its class, 0 if no chunk is known; num_new: new chunks"""
+    # 0, 1-3, 4-15, 16-63, 64 and more
+    return pause * NEW + min((num_new.bit_length() + 1) // 2, NEW - 1)
 
 
 def kind_of(uses: int, prompt: int) -> int:

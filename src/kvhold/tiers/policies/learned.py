@@ -2,6 +2,11 @@
 
 Only the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is
 worth more. `ghosts.py` remembers evicted and missing chunks.
+
+The chunks of a prompt with equal pasts are a *run*. They mostly come back together, so only one
+chunk of each run, the *sample*, is counted. Otherwise, a few long prompts would determine what is
+learnt. A run is the same in all parts of a lookup, in all groups and shards, and however long
+storing it takes.
 """
 
 import time
@@ -11,28 +16,33 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from kvhold.core.keys import NAME_BYTES, place_suffix
-from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
+from kvhold.core.keys import NAME_BYTES, NAMESPACE_BYTES, place_suffix
+from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES, PolicyLookup
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Place, Walk
 from kvhold.tiers.policies.ghosts import (
     MOST_KINDS,
+    SAMPLE,
     TICK_S,
     Ghosts,
     pack_queue,
     queue_of,
+    run_of,
     unpack,
     uses_of,
 )
-from kvhold.tiers.policies.kinds import NEW, PAUSES, USES, kind_of, pasts_of_use
+from kvhold.tiers.policies.kinds import NEW, PAUSES, USES, kind_of, pasts_of_use, prompt_of
 from kvhold.tiers.policies.reuse_times import NO_USE, ReuseTimes, Use
 from kvhold.tiers.table import SPREAD
 
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
 _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
+# There are 2800 queues at most. Their heads are renewed in parts:
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
-_FIRST = place_suffix(0, 0)  # the suffix of the keys given to `looked_up` and `missed`
+_MOST_BEGUN = 4096  # runs whose use is known exactly
+_MOST_FIRSTS = 4096  # namespaces
+_FIRST = place_suffix(0, 0)  # of most namespaces
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
@@ -75,43 +85,66 @@ class LearnedPolicy(ChainPolicy):
         self._begun_s = clock()
         self.times = ReuseTimes((USES, PAUSES, NEW), _FACTORS)
         self.ghosts = Ghosts()
+        self._firsts: dict[bytes, bytes] = {}
+        self._begun: dict[int, Use] = {}
         self._uses_at: dict[int, Use] = {}
         self._version = 0
 
-    def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
+    def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
         self._advance()
         if not keys:
-            return _UNKNOWN_PROMPT
+            return PolicyLookup(_UNKNOWN_PROMPT, self.times.now_s)
+        self._set_first(keys[0])
         num_known = self._num_known(keys, num_here)
         pause = self._pause(keys[num_known - 1]) if num_known else 0
-        return pause * NEW + min((len(keys) - num_known).bit_length(), NEW - 1)
+        prompt = prompt_of(pause, len(keys) - num_known)
+        return PolicyLookup(prompt, self.times.now_s)
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
+    def used(
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        is_repeat: bool = False,
+    ) -> None:
         self._advance()
-        times, shards = self.times, self._chunks.shards
+        times, shards, known = self.times, self._chunks.shards, lookup.present
         times.use_factor(value)
         before, after, queue = NO_USE, NO_USE, _UNKNOWN
-        uses = uses_now = num = 0
+        uses = uses_now = 0
         for key in keys:
             chunk = shards[key[SPREAD]].get(key)
             if chunk is None:
                 continue
+            is_first = False
             if chunk.use is not before or chunk.uses != uses:
-                times.move(before, after, num)
                 assert chunk.use is not None
-                before, uses, num = chunk.use, chunk.uses, 0
+                before, uses = chunk.use, chunk.uses
                 uses_now = uses + 1
-                kind = kind_of(uses_now, prompt)
-                after, queue = times.use(kind, 0), value * MOST_KINDS + kind
-            num += 1
+                kind = kind_of(uses_now, lookup.prompt)
+                queue = value * MOST_KINDS + kind
+                run = before, uses
+                is_first = not is_repeat and run not in known
+                after = known.get(run) or self._use_of(pack_queue(lookup.at_s, kind, uses_now))
+                if is_first:
+                    known[run] = after
+                    times.add(after)
+            if chunk.is_sample:
+                times.end(before)
+            chunk.is_sample = is_first
             chunk.use = after
             chunk.uses = uses_now
             if chunk.queue != queue:
                 self._requeue(chunk, queue)
-        times.move(before, after, num)
 
     def missed(
-        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+        self,
+        keys: Iterable[bytes],
+        lookup: PolicyLookup,
+        value: int = NEUTRAL,
+        *,
+        if_known: bool = False,
     ) -> None:
         shards, names, here = self._chunks.shards, [], []
         for key in keys:
@@ -119,20 +152,22 @@ class LearnedPolicy(ChainPolicy):
                 here.append(key)
             else:
                 names.append(key[:NAME_BYTES])
-        self.used(here, prompt, value)
-        now_s = self.times.now_s
-        pasts = pasts_of_use(prompt, value, now_s)
-        known, replaced = self.ghosts.use_all(names, pasts, now_s, if_known=if_known)
-        num_new = 0 if if_known else len(names) - len(known)
-        begun = Counter({queue_of(pasts[0]): num_new})
-        for past, num in Counter(known).items():
-            self.times.end(self._use_at(past), num)
-            begun[queue_of(pasts[uses_of(past)])] += num
+        self.used(here, lookup, value)
+        pasts = pasts_of_use(lookup.prompt, value, lookup.at_s)
+        earlier, replaced = self.ghosts.use_all(names, pasts, self.times.now_s, if_known=if_known)
+        firsts = []
+        for past, num in Counter(earlier).items():
+            if past & SAMPLE:
+                self.times.end(self._use_at(past), num)
+            run = run_of(past)
+            if run not in lookup.absent and (past or not if_known):
+                lookup.absent.add(run)
+                firsts.append(names[earlier.index(past)])
         for past in replaced:
-            self.times.forget(self._use_at(past))
-        for queue, num in begun.items():
-            if num:
-                self.times.use(queue % MOST_KINDS, num)
+            self._forget(past)
+        for name in firsts:
+            if past := self.ghosts.mark(name):
+                self.times.add(self._use_of(past))
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         self._advance()
@@ -167,7 +202,7 @@ class LearnedPolicy(ChainPolicy):
         chunk, now_s = self._chunks.get(key), self.times.now_s
         if chunk is not None:
             assert chunk.use is not None
-            at_s = self.times.last_s(chunk.use)
+            at_s = chunk.use.at_s
         else:
             at_s = unpack(self._ghost(key), now_s).at_s
         return 1 + sum(now_s - at_s >= most for most in _PAUSES_S)
@@ -175,31 +210,59 @@ class LearnedPolicy(ChainPolicy):
     def _ghost(self, key: bytes) -> int:
         return self.ghosts.find(key[:NAME_BYTES])
 
+    def _set_first(self, key: bytes) -> None:
+        space, suffix, firsts = key[:NAMESPACE_BYTES], key[NAME_BYTES:], self._firsts
+        if suffix == _FIRST:
+            firsts.pop(space, None)
+        elif firsts.get(space) != suffix:
+            if len(firsts) >= _MOST_FIRSTS:
+                del firsts[next(iter(firsts))]
+            firsts[space] = suffix
+
+    def _use_of(self, past: int) -> Use:
+        """Return the use that a lookup begins now. Equal runs of the same moment share it."""
+        begun, run = self._begun, run_of(past)
+        use = begun.get(run)
+        if use is None:
+            if len(begun) >= _MOST_BEGUN:
+                del begun[next(iter(begun))]
+            use = begun[run] = self.times.use(queue_of(run), 0)
+        return use
+
     def _use_at(self, past: int) -> Use:
-        times = self.times
+        times, run = self.times, run_of(past)
         if self._version != times.version:
             self._version = times.version
             self._uses_at.clear()
-        use = self._uses_at.get(past)
+        use = self._begun.get(run) or self._uses_at.get(run)
         if use is None:
-            ghost = unpack(past, times.now_s)
-            use = self._uses_at[past] = times.use_at(ghost.kind, ghost.at_s)
+            ghost = unpack(run, times.now_s)
+            use = self._uses_at[run] = times.use_at(ghost.kind, ghost.at_s)
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
-        """A chunk's groups and shards share a past; the first one takes it out of the ghosts."""
+        """Give a new chunk its past, which all its groups and shards share.
+
+        The entry of the group and shard that lookups name takes the past out of the ghosts, and is
+        the sample if there is one.
+        """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
-        first = chunk if chunk.key.endswith(_FIRST) else self._chunks.get(name + _FIRST)
+        key = name + self._firsts.get(name[:NAMESPACE_BYTES], _FIRST)
+        first = chunk if chunk.key == key else self._chunks.get(key)
         past = self.ghosts.find(name) if first is None else self.ghosts.take(name)
-        if past and first is not None:
-            times.forget(self._use_at(past))
+        chunk.rank = 0, self._now()  # it is in no queue yet
         if first is not None and first is not chunk:
-            chunk.uses, chunk.queue = first.uses, first.queue
-        else:
-            chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
-        chunk.use = times.use(chunk.queue % MOST_KINDS)
-        chunk.rank = 0, self._now()
+            self._forget(past)
+            chunk.uses, chunk.queue, chunk.use = first.uses, first.queue, first.use
+            return
+        chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
+        chunk.is_sample = first is chunk and (not past or past & SAMPLE != 0)
+        chunk.use = self._begun.get(run_of(past))
+        if chunk.use is None:  # looked up long ago, or never
+            if first is chunk:
+                self._forget(past)
+            chunk.use = times.use(chunk.queue % MOST_KINDS, int(chunk.is_sample))
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -214,6 +277,7 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
+        """Drop a queue that `chunk` has left. Otherwise up to 2800 empty queues would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)
@@ -222,12 +286,19 @@ class LearnedPolicy(ChainPolicy):
         assert chunk.use is not None
         self._drop_if_empty(chunk.queue, chunk)
         if not evicted:
-            self.times.forget(chunk.use)
+            if chunk.is_sample:
+                self.times.forget(chunk.use)
             return
         self.times.evicted(chunk.use, chunk.queue // MOST_KINDS)
-        past = pack_queue(self.times.last_s(chunk.use), chunk.queue, chunk.uses)
-        if replaced := self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s):
-            self.times.forget(self._use_at(replaced))
+        past = pack_queue(chunk.use.at_s, chunk.queue, chunk.uses)
+        if chunk.is_sample:
+            past |= SAMPLE
+        self._forget(self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s))
+
+    def _forget(self, past: int) -> None:
+        """Stop observing a chunk that is not here. past: 0: none"""
+        if past & SAMPLE:
+            self.times.forget(self._use_at(past))
 
     def _new_space(self) -> LearnedSpace:
         return LearnedSpace()

@@ -26,8 +26,9 @@ _COHORTS_A_BUCKET = 4
 _COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s`
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
-_KINDS_A_TICK = 8
-# many cohorts change their bucket after a pause, so each tick handles some
+_KINDS_A_TICK = 8  # in a tick after no pause
+_MOST_KINDS = 64  # in any tick
+# after a pause many cohorts change their bucket; each tick handles some, so that no tick is long
 _MOST_AGED = 2000  # uses per tick
 _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 
@@ -35,10 +36,13 @@ _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-_SCALE_USES = 25.0
-_SHAPE_USES = 125.0
+# after this many uses, a kind's own counts weigh as much as those of similar kinds: in total, and
+# for each bucket
+_SCALE_USES = 5.0
+_SHAPE_USES = 50.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
+_PRICE_SHARE = 0.02  # a round of updates moves the price by this share of the difference
+_FEWEST_USES = 25.0  # before, nothing is expected
 _EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
 
 _EDGES_S = [
@@ -49,6 +53,7 @@ _PRIOR = np.array([_PRIOR_HAZARD * (edge_s < _PRIOR_S) for edge_s in _EDGES_S])
 _WIDTHS_S = np.diff(_EDGES_S, append=2 * _EDGES_S[-1])
 _LATER = np.tri(_NUM_BUCKETS, dtype=bool).T
 _MOST_HAZARD = 0.999
+_TINY = 1e-9
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,11 +69,14 @@ class Cohort:
 
 
 class Use:
-    """into: the use that it was merged into."""
+    """at_s: the beginning of its first cohort
+    into: the use that it was merged into
+    """
 
-    __slots__ = ("cohort", "into", "kind", "num")
+    __slots__ = ("at_s", "cohort", "into", "kind", "num")
 
     def __init__(self, kind: int, cohort: Cohort) -> None:
+        self.at_s = cohort.begun_s
         self.kind = kind
         self.cohort = cohort
         self.num = 0
@@ -158,7 +166,8 @@ class ReuseTimes:
         if now_s < self.next_tick_s:
             return
         self._count_youngest()
-        fade = 0.5 ** ((now_s - self.now_s) / _HALF_LIFE_S)
+        passed_s = now_s - self.now_s
+        fade = 0.5 ** (passed_s / _HALF_LIFE_S)
         self._reached *= fade
         self._ended *= fade
         self._num_chunks *= fade
@@ -170,7 +179,7 @@ class ReuseTimes:
         self._age()
         self._merge()
         self._cohorts.append(Cohort(now_s))
-        self._update()
+        self._update(passed_s)
 
     def use(self, kind: int, num_chunks: int = 1) -> Use:
         cohort = self._cohorts[-1]
@@ -181,18 +190,21 @@ class ReuseTimes:
         use.num += num_chunks
         return use
 
+    def add(self, use: Use, num_chunks: int = 1) -> None:
+        """Count more chunks of a use, which may be an earlier one."""
+        use = _merged(use)
+        use.num += num_chunks
+        cohort = use.cohort
+        if cohort is not self._cohorts[-1]:
+            self._reached[use.kind, : cohort.bucket + 1] += num_chunks
+            self._num_chunks += num_chunks
+
     def end(self, use: Use, num_chunks: int = 1) -> None:
         use = _merged(use)
         use.num -= num_chunks
         cohort = use.cohort
         if cohort is not self._cohorts[-1]:
             self._ended[use.kind, cohort.bucket] += num_chunks
-
-    def move(self, before: Use, after: Use, num_chunks: int) -> None:
-        """Record that chunks are used again now. after: a result of `use`."""
-        if num_chunks:
-            self.end(before, num_chunks)
-            after.num += num_chunks
 
     def forget(self, use: Use, num_chunks: int = 1) -> None:
         if use.into is not None:
@@ -207,9 +219,6 @@ class ReuseTimes:
             if (use := cohort.uses.get(kind)) is not None:
                 return use
         return Use(kind, cohorts[max(0, place)])
-
-    def last_s(self, use: Use) -> float:
-        return _merged(use).cohort.begun_s
 
     def use_factor(self, factor: int) -> None:
         if factor not in self._factors_used:
@@ -232,7 +241,7 @@ class ReuseTimes:
 
         None: little is known yet, or most chunks are not used again.
         """
-        if self._num_uses < _SCALE_USES:
+        if self._num_uses < _FEWEST_USES:
             return None
         bucket = bisect_right(_EDGES_S, age_s) - 1
         hazards = np.clip(self._round_hazards[kind, bucket:], 0.0, _MOST_HAZARD)
@@ -285,9 +294,11 @@ class ReuseTimes:
                 kept.append(cohort)
         self._cohorts = kept
 
-    def _update(self) -> None:
+    def _update(self, passed_s: float) -> None:
+        """Compute the worths of some kinds again: more if more time has passed, up to a limit."""
+        num = min(_KINDS_A_TICK * max(1, int(passed_s / _TICK_S)), _MOST_KINDS)
         first = self._to_update
-        last = min(first + _KINDS_A_TICK, self.num_kinds)
+        last = min(first + num, self.num_kinds)
         self._to_update = last % self.num_kinds
         if not first:
             self._begin_round()
@@ -316,8 +327,19 @@ class ReuseTimes:
             like = np.repeat(hazards, num_groups // len(hazards), axis=0)
             ratio = (ended.sum(1) + scale) / ((reached * like).sum(1) + scale)
             like = np.minimum(like * ratio[:, None], 1.0)
-            hazards = (ended + shape * like) / (reached + shape)
-        return hazards
+            near = _with_neighbours(reached)
+            expected = _with_neighbours(reached * like)
+            of_prior = shape * np.where(near > 0.0, expected / (near + _TINY), like) + _TINY
+            hazards = like * (_with_neighbours(ended) + of_prior) / (expected + of_prior)
+        return np.minimum(hazards, 1.0)
+
+
+def _with_neighbours(counts: Floats) -> Floats:
+    """Add the counts of the buckets before and after, because each has few."""
+    sums = counts.copy()
+    sums[:, 1:] += counts[:, :-1]
+    sums[:, :-1] += counts[:, 1:]
+    return sums
 
 
 def _merged(use: Use) -> Use:
