@@ -144,3 +144,16 @@ def test_a_node_that_answers_late_is_the_same_one() -> None:
 
     assert [run(1), run(1, 0.6), run(1, -0.6), run(1)] == ["1"] * 4
     assert [run(1, restarted_s=60), run(1, restarted_s=60), run(2, restarted_s=60)] == [*"223"]
+
+
+def test_a_file_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "h"
+    History(path).close()
+    with sqlite3.connect(path) as other:
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(ConfigError, match=r"control\.history_file: cannot use .*locked"):
+            History(path)
+        other.rollback()
+    other.close()
+    assert path.exists() and not path.with_suffix(".damaged").exists()

@@ -59,6 +59,8 @@ class History:
         self._adds = 0
         try:
             self._database = self._open()
+        except sqlite3.OperationalError as error:
+            raise ConfigError(f"control.history_file: cannot use {path}: {error}") from None
         except sqlite3.DatabaseError as error:
             log.warning("%s is damaged (%s): begun anew; the old one ends in .damaged", path, error)
             path.replace(path.with_suffix(".damaged"))

@@ -88,7 +88,8 @@ class PromptPins:
             await self._drop_ended()
             if len(self._pins) >= _MOST_PINS:
                 raise _quota(f"there are {_MOST_PINS} pins")
-            pinned = await self._node.call(lambda client: self._pin(client, request))
+            used = sum(pin.nbytes for pin in self._pins.values())
+            pinned = await self._node.call(lambda client: self._pin(client, request, used))
             self._pins[pinned.number] = pinned
             loop = asyncio.get_running_loop()
             loop.call_later(request.ttl_s, self._end, pinned.number, loop)
@@ -107,8 +108,7 @@ class PromptPins:
         await self._node.call(lambda _: pin.hit.close())
         return pin.row()
 
-    def _pin(self, client: NodeClient, request: PinRequest) -> _Pin:
-        used = sum(pin.nbytes for pin in self._pins.values())
+    def _pin(self, client: NodeClient, request: PinRequest, used: int) -> _Pin:
         limit = self._max_bytes or client.status()["arena_bytes"] // _SHARE
         begun_s = time.monotonic()
         hit = client.lookup(request.query)

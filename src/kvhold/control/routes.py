@@ -124,7 +124,7 @@ ROUTES = (
     Route(
         "POST",
         "/v1/lookup",
-        ControlRole.READ,
+        ControlRole.OPERATE,
         "What is cached of a prompt, and where.",
         api.CachedAnswer,
         _API.lookup,
