@@ -38,7 +38,7 @@ def test_an_index_is_kept_through_a_node_and_begun_anew_with_another_node(
 def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(session_module, "MOST", 4)
+    monkeypatch.setattr(session_module, "MOST", 8)
     state = new_state(Config(event_buffer=1000), arena_of(16 << 20))
     state.register(LAYOUT)
     session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), None)  # type: ignore[arg-type]
