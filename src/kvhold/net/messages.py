@@ -326,13 +326,15 @@ class Report(Message, frozen=True):
 
 
 class FindLayout(Message, frozen=True):
-    """Of a namespace, by its digest. -> FoundLayout, or NotFound"""
+    """Of a namespace, by its digest. -> FoundLayout"""
 
     namespace: bytes
 
 
 class FoundLayout(Message, frozen=True):
-    layout: Layout
+    """None: the node does not know it."""
+
+    layout: Layout | None
 
 
 class Measure(Message, frozen=True):

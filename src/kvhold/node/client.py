@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +45,7 @@ from kvhold.core.status import NodeStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.net import messages as m
 from kvhold.net.offsets import unpack
+from kvhold.node import forks
 from kvhold.node.link import Link
 from kvhold.node.membership import Departures, Duty, Membership
 from kvhold.node.notifier import Notifier
@@ -92,7 +92,7 @@ class NodeClient(WholePrompts):
             )
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
-        _clients.add(self)
+        forks.remember(self)
 
     @property
     def connected(self) -> bool:
@@ -361,13 +361,7 @@ class NodeClient(WholePrompts):
 
     def layout_of(self, namespace: bytes, *, deadline_s: float | None = None) -> Layout | None:
         """Return a namespace's layout, by its digest; None: the node does not know it."""
-        link = self._current("layout_of")
-        answer = self._request(m.FindLayout(namespace), deadline_s, link)
-        if isinstance(answer, m.NotFound):
-            return None
-        if not isinstance(answer, m.FoundLayout):
-            raise self._misunderstood(answer, link)
-        return answer.layout
+        return self._call(m.FindLayout(namespace), m.FoundLayout, deadline_s).layout
 
     def measure(self, *, deadline_s: float | None = None) -> list[m.MetricSample]:
         return self._call(m.Measure(), m.MetricSamples, deadline_s).samples
@@ -592,18 +586,3 @@ class NodeClient(WholePrompts):
             for request in missing:
                 link.call(request, self._config.connect_timeout_s)
                 told.add(request.namespace)
-
-
-_clients: "WeakSet[NodeClient]" = WeakSet()
-
-
-def clients_of_process() -> list[NodeClient]:
-    return list(_clients)
-
-
-def _renew_locks() -> None:
-    for client in clients_of_process():
-        client.renew_locks_in_child()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

@@ -324,8 +324,7 @@ class Session:
         return m.Report(dict(self._node.status()))
 
     def _find_layout(self, request: m.FindLayout) -> m.Answer:
-        layout = self._state.layout_of(request.namespace)
-        return m.NotFound() if layout is None else m.FoundLayout(layout)
+        return m.FoundLayout(self._state.layout_of(request.namespace))
 
     def _measure(self, request: m.Measure) -> m.Answer:
         return m.MetricSamples(self._node.measure())

@@ -1,6 +1,6 @@
 from typing import Protocol
 
-from kvhold.node.client import clients_of_process
+from kvhold.node.forks import clients_of_process
 from kvhold_lab.engines.messages import (
     CheckMemory,
     EngineOptions,
