@@ -49,7 +49,8 @@ def main() -> None:
     sys.path[:0] = sources
     sys.path.append(str(SITE))  # the machine's own packages come first
     # for child processes, such as the node
-    os.environ["PYTHONPATH"] = os.pathsep.join([*sources, str(SITE)])
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*sources, *given, str(SITE)])
     from kvhold_lab.bench.gpu.command import command
 
     command()

@@ -149,6 +149,7 @@ def started() -> Started:
         prefix_caching=True,
         chunked_prefill=True,
         async_scheduling=False,
+        cuda_graphs=False,
         max_num_batched_tokens=2_048,
         dtype="bfloat16",
     )

@@ -1,6 +1,7 @@
 """The classes of models, with the smallest settings that vLLM's CPU build runs.
 
-It needs attention heads of 32 elements, and an MLA latent of exactly 512 + 64.
+It needs attention heads of 32 elements, and an MLA latent of exactly 512 + 64. GPUs need MLA heads
+of 128 elements, as of DeepSeek.
 """
 
 from dataclasses import dataclass, field
@@ -54,8 +55,8 @@ _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
 }
 
 

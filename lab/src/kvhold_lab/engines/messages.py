@@ -26,6 +26,8 @@ class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
     prefix_caching: bool = True
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
+    dtype: str = "float32"
+    load_format: str = "auto"
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     own_binding: bool = False
 

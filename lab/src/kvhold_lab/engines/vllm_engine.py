@@ -31,7 +31,8 @@ class VllmDriver:
         self._engine = SteppedEngine(
             {
                 "model": options.model_path,
-                "dtype": "float32",
+                "dtype": options.dtype,
+                "load_format": options.load_format,
                 "enforce_eager": True,
                 "max_model_len": options.max_model_len,
                 "kv_cache_memory_bytes": options.kv_cache_bytes,

@@ -50,6 +50,7 @@ class VerifyDriver:
             prefix_caching=bool(self._engine.config.cache_config.enable_prefix_caching),
             chunked_prefill=bool(scheduling.enable_chunked_prefill),
             async_scheduling=bool(scheduling.async_scheduling),
+            cuda_graphs=bool(self._engine.config.compilation_config.cudagraph_mode.value),
             max_num_batched_tokens=scheduling.max_num_batched_tokens,
             dtype=str(self._engine.config.model_config.dtype).removeprefix("torch."),
         )

@@ -87,6 +87,7 @@ class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
     prefix_caching: bool
     chunked_prefill: bool
     async_scheduling: bool
+    cuda_graphs: bool
     max_num_batched_tokens: int
     dtype: str
 

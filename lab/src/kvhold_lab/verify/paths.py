@@ -68,6 +68,14 @@ PATHS: dict[str, Path] = {
         lambda started: not started.prefix_caching,
         {"layerwise": True},
     ),
+    "cuda-graphs": Path(
+        "decoding passes replayed as CUDA graphs",
+        {
+            "enforce_eager": False,
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        },
+        lambda started: started.cuda_graphs,
+    ),
     "async": Path(
         "asynchronous scheduling",
         {"async_scheduling": True},

@@ -78,6 +78,11 @@ class WitnessedConnector(KVHoldConnector):
         with _without_folder(vllm_config):
             return super().get_required_kvcache_layout(vllm_config)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        settings = {name: value for name, value in extra_config.items() if name != FOLDER}
+        return super().requires_piecewise_for_cudagraph(settings)
+
     @property
     def _watching(self) -> "_Watcher":
         assert self._watcher is not None

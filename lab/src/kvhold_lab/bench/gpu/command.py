@@ -1,4 +1,5 @@
 import platform
+import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,18 @@ from kvhold_lab.bench.gpu.rows import GpuRow
 from kvhold_lab.bench.rows import needing, write_rows
 from kvhold_lab.options import json_option, only_option
 
-PARTS = ("machine", "orders", "pieces", "kernels", "coding", "decode", "kills", "mini", "model")
+PARTS = (
+    "machine",
+    "orders",
+    "pieces",
+    "kernels",
+    "coding",
+    "decode",
+    "kills",
+    "mini",
+    "model",
+    "vllm",
+)
 _MARKS = {True: "ok", False: "NOT MET", None: ""}
 
 
@@ -61,7 +73,8 @@ def _rows(part: str, target: Any) -> Iterator[GpuRow]:
         with needing("torch numba"):
             rows: Iterator[GpuRow] = import_module(f"kvhold_lab.bench.gpu.{part}").rows(target)
         yield from rows
-    except Exception as error:  # noqa: BLE001 - the table is the log
+    except Exception as error:  # noqa: BLE001 - the other parts run
+        traceback.print_exc()
         yield GpuRow(
             part,
             f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
