@@ -14,6 +14,9 @@ import numpy as np
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.config.compilation import CompilationMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -28,12 +31,13 @@ from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.holdings import ABSENT, ChunkBytes
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import packing_name
-from kvhold.integrations.vllm import geometry
+from kvhold.integrations.vllm import geometry, shown
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of, preferred_layout
 from kvhold.integrations.vllm.hosts import hosts_of, named_by_hosts, place_of
 from kvhold.integrations.vllm.namespace import namespace_of
 from kvhold.integrations.vllm.naming.walk import _add_draft_model, _rules
+from kvhold.integrations.vllm.shown import backends_not_shown, judge, not_shown
 from kvhold.integrations.vllm.worker import _check_covered
 from kvhold.memory.coding import coded_view
 from kvhold.memory.copier import Ended, HostCopier, Mark, Piece
@@ -73,6 +77,27 @@ def latent() -> MLAAttentionSpec:
     )
 
 
+def state(kind: MambaAttentionBackendEnum) -> MambaSpec:
+    return MambaSpec(
+        block_size=64,
+        shapes=((3, 5),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        mamba_type=kind,
+    )
+
+
+def layer(backend: str) -> AttentionLayerBase:
+    class Layer(AttentionLayerBase):
+        def get_attn_backend(self) -> Any:
+            return SimpleNamespace(get_name=lambda: backend)
+
+        def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+            return None
+
+    return Layer()
+
+
 def groups(*specs: Any, copies: int = 1) -> KVCacheConfig:
     made = [
         KVCacheGroupSpec([f"layers.{number}.{i}" for i in range(2)], spec)
@@ -96,8 +121,11 @@ def of_width(
 @pytest.fixture
 def gpu(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """Only the configuration: nothing here runs on a GPU."""
-    monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")
+    for module in (geometry, shown):
+        monkeypatch.setattr(module, "device_of_kv", lambda: "cuda")
+    monkeypatch.setattr(shown, "capability", lambda: (9, 0))
     config.cache_config.kv_cache_layout = "LBNHC"
+    config.compilation_config.mode = CompilationMode.NONE
     return config
 
 
@@ -538,19 +566,62 @@ def test_views_of_shards_are_slices_of_the_heads(config: VllmConfig) -> None:
 class TestOnAGpu:
     """The configuration alone: nothing here ran on a GPU."""
 
-    def test_it_is_refused_until_the_user_allows_it(self, gpu: VllmConfig) -> None:
-        with pytest.raises(
-            LayoutError,
-            match=r"on cuda copies have not been shown to be exact \(allow_unproven = true",
-        ):
-            of_width(gpu, 1, groups(full()))
-        found = of_width(gpu, 1, groups(full(), sliding(), latent()), allow_unproven=True)
+    def test_what_was_shown_is_served(self, gpu: VllmConfig) -> None:
+        found = of_width(gpu, 1, groups(full(), sliding(), latent()))
         version = ".".join(vllm.__version__.split(".")[:2])
         assert [part.group.packing for part in found.parts] == [
             f"vllm-{version}-cuda-LBNHC",
             f"vllm-{version}-cuda-LBNHC",
             f"vllm-{version}-cuda-mla-LBNHC",
         ]
+
+    @pytest.mark.parametrize(
+        ("place", "value", "told"),
+        [
+            ("compilation_config.mode", CompilationMode.VLLM_COMPILE, "compiled passes"),
+            ("parallel_config.world_size", 2, "several GPUs"),
+            ("model_config.enable_sleep_mode", True, "sleep mode"),
+            ("cache_config.kv_cache_layout", "BLHNC", "KV arranged as BLHNC"),
+            ("cache_config.cache_dtype", "fp8_e5m2", "kv_cache_dtype fp8_e5m2"),
+            ("attention_config.flash_attn_version", 2, "FlashAttention 2"),
+        ],
+    )
+    def test_what_was_not_is_refused_until_the_user_allows_it(
+        self, gpu: VllmConfig, place: str, value: Any, told: str
+    ) -> None:
+        holder, name = place.split(".")
+        object.__setattr__(getattr(gpu, holder), name, value)
+        with pytest.raises(
+            LayoutError, match=rf"nothing was shown for {told}.* \(allow_unproven = true"
+        ):
+            of_width(gpu, 1, groups(full()))
+        of_width(gpu, 1, groups(full()), allow_unproven=True)
+
+    def test_another_gpu_or_device_is_refused(
+        self, gpu: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for version, told in (((8, 0), "compute capability 8.0"), (None, "the device cuda")):
+            monkeypatch.setattr(shown, "capability", lambda version=version: version)
+            with pytest.raises(LayoutError, match=f"nothing was shown for .*{told}"):
+                of_width(gpu, 1, groups(full()))
+
+    def test_states_coded_memory_and_drafters_need_the_user(self, gpu: VllmConfig) -> None:
+        assert not not_shown(gpu, [state(MambaAttentionBackendEnum.SHORT_CONV)], Config())
+        assert not_shown(gpu, [state(MambaAttentionBackendEnum.MAMBA2)], Config()) == [
+            "states of mamba2"
+        ]
+        assert not_shown(gpu, [full()], Config(memory_codec="int8")) == ["memory_codec int8"]
+        gpu.speculative_config = SimpleNamespace(method="eagle")
+        assert not_shown(gpu, [full()], Config()) == ["speculation by eagle"]
+
+    def test_a_worker_refuses_the_backend_that_vllm_chose(self, gpu: VllmConfig) -> None:
+        layers = gpu.compilation_config.static_forward_context
+        layers.update(first=layer("FLASH_ATTN"), second=layer("SHORT_CONV_ATTN"))
+        judge(backends_not_shown(gpu), Config())
+        layers["third"] = layer("FLASHINFER")
+        with pytest.raises(LayoutError, match="the attention backend FLASHINFER"):
+            judge(backends_not_shown(gpu), Config())
+        judge(backends_not_shown(gpu), Config(allow_unproven=True))
 
     @pytest.mark.parametrize(
         ("layout", "is_served"),
@@ -573,6 +644,6 @@ class TestOnAGpu:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert preferred_layout(Config(head_shards=4)) is None, "the CPU's backend has no other"
-        monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")
+        monkeypatch.setattr(geometry, "device_of_kv", lambda: "cuda")
         assert preferred_layout(Config(head_shards=4)) == "LBHNC"
         assert preferred_layout(Config()) is None

@@ -307,7 +307,8 @@ class Config:
     allow_unproven: bool = setting(
         False,
         "serve engines whose answers have not been shown to be exact: on GPUs if the check at "
-        "start passes, with MLA on CPUs, and with some drafters (vLLM)",
+        "start passes (vLLM: beyond what ran on one), with MLA on CPUs, and with some drafters "
+        "(vLLM)",
     )
     skip_last_n_tokens: int = setting(
         0,

@@ -30,7 +30,8 @@ def run(*arguments: str) -> Result:
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_every_part_runs_and_all_that_is_checked_is_right(device: str, tmp_path: Path) -> None:
-    parts = [part for part in PARTS if part != "mini" or (device == "cpu" and find_spec("vllm"))]
+    engines = device == "cpu" and find_spec("vllm")
+    parts = [part for part in PARTS if part not in ("mini", "vllm") or engines]
     file = tmp_path / "gpu.json"
     result = run(
         "--device",

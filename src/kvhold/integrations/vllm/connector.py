@@ -28,7 +28,6 @@ from kvhold.integrations.vllm.geometry import (
     geometry_of,
     mixes_adapters,
     preferred_layout,
-    unproven_platform,
 )
 from kvhold.integrations.vllm.handovers import engine_fields
 from kvhold.integrations.vllm.hosts import NodePlace, place_of
@@ -37,6 +36,7 @@ from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.namespace import host_facts, layout_only, namespace_of
 from kvhold.integrations.vllm.naming.loads import observed_loads
 from kvhold.integrations.vllm.scheduler import SchedulerSide
+from kvhold.integrations.vllm.shown import backends_not_shown, judge, not_shown
 from kvhold.integrations.vllm.stats import PromMetrics, Stats
 from kvhold.integrations.vllm.steps import Steps
 from kvhold.integrations.vllm.worker import WorkerSide
@@ -71,13 +71,9 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = "recompute"
         settings = with_events(load_config(transfer.kv_connector_extra_config), vllm_config)
         geometry = geometry_of(vllm_config, kv_cache_config, settings)
-        unproven = unproven_platform()
-        if unproven:
-            log.warning(
-                "kvhold: copies on %s have not been shown to be exact; kvhold serves them because "
-                "allow_unproven is set",
-                unproven,
-            )
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        unshown = not_shown(vllm_config, specs, settings)
+        judge(unshown, settings)
         if settings.layerwise and (reason := refusal(vllm_config, geometry)):
             raise LayoutError(
                 "layerwise: kvhold does not load inside this engine's passes, because a "
@@ -109,7 +105,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 layout_only(geometry),
                 geometry,
                 rank=rank,
-                name=f"vllm-worker on {unproven}, unproven" if unproven else "vllm-worker",
+                name="vllm-worker, unproven" if unshown else "vllm-worker",
                 num_blocks=num_blocks,
                 layerwise=settings.layerwise,
                 adapters=observed_loads() if vllm_config.lora_config is not None else None,
@@ -195,6 +191,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        judge(backends_not_shown(self._vllm_config), self._settings)
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
 from kvhold.core.layout import Group, Layout, packing_name
+from kvhold.integrations.vllm.shown import device_of_kv, not_shown, sentence
 from kvhold.memory.coding import ERROR_BOUND, coded_group
 
 if TYPE_CHECKING:
@@ -138,11 +139,6 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     )
 
 
-def unproven_platform() -> str | None:
-    """None: its copies are proven exact."""
-    return None if current_platform.is_cpu() else str(current_platform.device_name)
-
-
 def drafts(config: "VllmConfig") -> bool:
     return config.speculative_config is not None and config.speculative_config.method in _DRAFTERS
 
@@ -154,7 +150,7 @@ def looks_ahead(config: "VllmConfig") -> bool:
 
 def preferred_layout(settings: Config) -> str | None:
     """None: any. With heads before tokens, a shard's part of a block is contiguous."""
-    return "LBHNC" if settings.head_shards and unproven_platform() else None
+    return "LBHNC" if settings.head_shards and device_of_kv() else None
 
 
 def mixes_adapters(config: "VllmConfig") -> bool:
@@ -210,7 +206,7 @@ def _heads(spec: Any) -> int:
 
 def _packing(config: "VllmConfig", spec: Any) -> str:
     version = ".".join(vllm.__version__.split(".")[:2])
-    device = unproven_platform()
+    device = device_of_kv()
     if isinstance(spec, MambaSpec):
         return packing_name(f"vllm-{version}-state-{spec.mamba_type.name.lower()}")
     if device:
@@ -272,9 +268,10 @@ def _reasons_of_drafts(
 
 
 def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> None:
-    groups, device = kv_cache.kv_cache_groups, unproven_platform()
+    groups, device = kv_cache.kv_cache_groups, device_of_kv()
     parallel, cache = config.parallel_config, config.cache_config
     specs = [group.kv_cache_spec for group in groups]
+    unshown = not_shown(config, specs, settings)
     strange = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN})
     known = ", ".join(kind.__name__ for kind in _KNOWN)
     stages = parallel.pipeline_parallel_size
@@ -303,8 +300,9 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
             any(isinstance(spec, MLAAttentionSpec) for spec in specs)
             and not config.scheduler_config.enable_chunked_prefill
         ),
-        f"on {device} copies have not been shown to be exact (allow_unproven = true serves "
-        "it if the check at start passes)": (bool(device) and not settings.allow_unproven),
+        f"{sentence(unshown)} (allow_unproven = true serves it if the check at start passes)": (
+            bool(unshown) and not settings.allow_unproven
+        ),
         f"its KV is arranged as {cache.kv_cache_layout}; {', '.join(_COMPACT_LAYOUTS)} are "
         "supported": (bool(device) and cache.kv_cache_layout not in _COMPACT_LAYOUTS),
         f"kv_cache_dtype is {cache.cache_dtype}; {', '.join(_CACHE_DTYPES)} are supported": (

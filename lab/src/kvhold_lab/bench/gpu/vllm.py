@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvhold.node import end_node
+from kvhold.node import NodeClient, end_node
+from kvhold_lab.bench.engines import PATIENT, flush_engines
 from kvhold_lab.bench.gpu.rows import GpuRow, check
 from kvhold_lab.bench.gpu.target import Target
 from kvhold_lab.engines.engine import Engine, is_vllm_available, kvhold_connector
@@ -24,6 +25,7 @@ _HELD_PROMPTS = 3
 _ROOM = 32  # tokens
 _VOCABULARY = 500  # of the prompts
 _ANSWER = 1
+_PATIENCE_S = 30.0
 _LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -145,7 +147,7 @@ def _with_kvhold(target: Target, sizes: _Sizes, folder: Path) -> _Times:
             allow_unproven=target.kind == "cuda",
         )
         try:
-            return _measure(sizes, folder, connector)
+            return _measure(sizes, folder, connector, socket)
         finally:
             end_node(socket)
 
@@ -158,8 +160,13 @@ def _offloading(sizes: _Sizes) -> dict[str, Any]:
     }
 
 
-def _measure(sizes: _Sizes, folder: Path, connector: dict[str, Any] | None) -> _Times:
-    """Without a connector, the second time is found in vLLM's own prefix cache."""
+def _measure(
+    sizes: _Sizes, folder: Path, connector: dict[str, Any] | None, socket: Path | None = None
+) -> _Times:
+    """Without a connector, the second time is found in vLLM's own prefix cache.
+
+    socket: of the node, which must have stored the first prompt before the second
+    """
     options = EngineOptions(
         model_path=str(folder),
         max_model_len=sizes.max_model_len,
@@ -177,6 +184,9 @@ def _measure(sizes: _Sizes, folder: Path, connector: dict[str, Any] | None) -> _
             for number in range(1 + sizes.rounds):
                 prompt = [random_tokens.randrange(10, _VOCABULARY) for _ in range(length)]
                 first = engine.generate(prompt, max_tokens=_ANSWER)
+                if socket is not None:
+                    with NodeClient(socket, PATIENT, name="kvhold bench") as client:
+                        flush_engines(client, patience_s=_PATIENCE_S)
                 if connector is not None:
                     engine.reset_prefix_cache()
                 second = engine.generate(prompt, max_tokens=_ANSWER)
