@@ -4,7 +4,6 @@ devices over a fake one.
 
 import json
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("unmeasured_children"),
 ]
 
+WITH_VLLM = ("mini", "verify", "vllm")  # in tests/vllm/test_gpu_parts.py
 FIELDS = {"part", "name", "value", "unit", "limit", "ratio", "ok"}
 
 
@@ -30,8 +30,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_every_part_runs_and_all_that_is_checked_is_right(device: str, tmp_path: Path) -> None:
-    engines = device == "cpu" and find_spec("vllm")
-    parts = [part for part in PARTS if part not in ("mini", "vllm") or engines]
+    parts = [part for part in PARTS if part not in WITH_VLLM]
     file = tmp_path / "gpu.json"
     result = run(
         "--device",

@@ -21,6 +21,7 @@ PARTS = (
     "kills",
     "mini",
     "model",
+    "verify",
     "vllm",
 )
 _MARKS = {True: "ok", False: "NOT MET", None: ""}
