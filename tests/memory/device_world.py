@@ -64,7 +64,13 @@ class World:
             self.arenas.add(self.arena.read_only, self.arena.writable)
         # a checker waits beside the caller, and a device that waits runs all streams
         checkers = new_checkers() if self.random.random() < 0.3 else None
-        self.copier = DeviceCopier(self.driver, self.arenas, sizes, checkers=checkers)
+        self.copier = DeviceCopier(
+            self.driver,
+            self.arenas,
+            sizes,
+            checkers=checkers,
+            sums_on=self.random.choice([None, "cpu"]),
+        )
 
     def rows_of(self, blocks: int) -> int:
         """Rows of the view."""
@@ -156,6 +162,12 @@ class NoWaitOfScatters(Without):
     """Blocks are written from a ring that is not filled, or before others have read them."""
 
     lane = Lane.SCATTER
+
+
+class NoWaitOfSums(Without):
+    """Checksums are of bytes that have not come."""
+
+    lane = Lane.SUM
 
 
 class NoWaitOfDirectLoads(Without):

@@ -20,6 +20,7 @@ from tests.memory.device_world import (
     NoWaitOfGathers,
     NoWaitOfScatters,
     NoWaitOfStores,
+    NoWaitOfSums,
     World,
 )
 
@@ -66,6 +67,7 @@ def serve(world: World) -> str:
         if is_fenced := world.random.random() < 0.5:
             copier.fence(transfers)
             device.compute(lambda seen=seen: seen.extend(world.read(there)))  # type: ignore[misc]
+            world.fill(there, 55)  # the pass goes on in these blocks
         damage = [transfer.wait() for transfer in transfers]
         if damage != [[None]] * len(steps):
             return f"damage {damage}"
@@ -109,10 +111,18 @@ def test_a_device_without_direct_copies_is_served_by_the_ring(seed: int) -> None
     assert serve(world) == ""
 
 
+def goes_wrong(world: World) -> bool:
+    try:
+        return bool(serve(world))
+    except AssertionError as error:
+        return "read after the event" in str(error)
+
+
 BROKEN = [
     NoWaitOfGathers,
     NoWaitOfStores,
     NoWaitOfScatters,
+    NoWaitOfSums,
     NoWaitOfDirectLoads,
     NoMark,
     NoFence,
@@ -123,7 +133,7 @@ BROKEN = [
 @pytest.mark.parametrize("broken", BROKEN)
 def test_without_any_one_event_some_order_gives_wrong_bytes(broken: type[FakeDriver]) -> None:
     """A control: the tests above would find each of them left out."""
-    assert any(serve(World(seed, broken)) for seed in range(200))
+    assert any(goes_wrong(World(seed, broken)) for seed in range(200))
 
 
 def test_a_slice_of_the_ring_that_is_taken_before_its_last_use_has_ended_gives_wrong_bytes(

@@ -11,6 +11,8 @@ import pytest
 from kvhold.core.checksums import Checksums
 from kvhold.core.errors import CapacityError, DeviceError
 from kvhold.core.holdings import ChunkBytes
+from kvhold.kernels import sum_layers
+from kvhold.kernels.reference_sums import sum_ranges
 from kvhold.memory.copier import HostCopier, Piece
 from kvhold.memory.device import (
     Copies,
@@ -105,6 +107,46 @@ class TestTransfer:
             world.device.synchronize()
             assert (world.arena.writable == before[0]).all()
             assert verb == "gather" or world.read([1, 2, 3, 4]) == before[1]
+
+    @pytest.mark.parametrize("verb", ["gather", "scatter"])
+    def test_copies_have_ended_if_their_checksums_cannot_be_begun(
+        self, verb: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> None:
+            raise ValueError("unforeseen")
+
+        monkeypatch.setattr(DeviceCopier, "_sum", refuse)
+        for seed in range(20):
+            world = World(seed)
+            world.copier._settings = replace(
+                world.copier._settings, store_ring_bytes=1 << 16, direct_bytes=1 << 30
+            )
+            world.fill([1, 2, 3, 4], 17)
+            piece = world.piece([1, 2, 3, 4], sums=Checksums.not_taken(2, LAYERS))
+            with pytest.raises(ValueError, match="unforeseen"):
+                getattr(world.copier, verb)([piece], after=world.copier.mark())
+            before = world.arena.writable.copy(), world.read([1, 2, 3, 4])
+            world.device.synchronize()
+            assert (world.arena.writable == before[0]).all()
+            assert verb == "gather" or world.read([1, 2, 3, 4]) == before[1]
+
+    def test_what_follows_a_fence_does_not_change_what_is_checked(self) -> None:
+        """Checksums of a direct load are taken of the blocks."""
+        num_checked = 0
+        for seed in range(60):
+            world = World(seed)
+            world.copier._settings = replace(world.copier._settings, direct_bytes=1)
+            world.copier._sums_on = "cpu"
+            sums = Checksums.not_taken(2, LAYERS)
+            written = world.piece([0, 1, 2, 3], sums=sums)
+            HostCopier().gather([written], after=None)
+            loaded = Piece(world.engine.view, written.ids, world.arena.read_only, written.places)
+            transfer = world.copier.scatter([loaded], after=world.copier.mark())
+            world.copier.fence([transfer])
+            world.fill([0, 1, 2, 3], 55)
+            assert transfer.wait() == [None]
+            num_checked += world.engine.view.runs_are_whole
+        assert num_checked > 10
 
     def test_it_is_done_when_its_bytes_are_there(self) -> None:
         world = World(4)
@@ -326,6 +368,27 @@ class TestBatches:
             assert np.concatenate([batch.chunks for batch in found]).tolist() == [0, 1, 2]
         assert not list(batches(piece, 0, range(0), 1))
         assert not list(batches(world.piece([-1, -1]), 0, range(LAYERS), 1))
+
+    @pytest.mark.parametrize("kind", ARRANGEMENTS)
+    def test_ranges_are_the_bytes_of_the_chunks(self, kind: str) -> None:
+        """Also where chunks have different numbers of runs."""
+        view = make(kind, layers=LAYERS, seed=2).view
+        rows = view.tokens_per_block
+        places = ChunkBytes(
+            np.array([0, 20_000, 40_000]), np.array([2 * rows, rows, 3 * rows]), None
+        )
+        arena = Arena(1 << 16)
+        piece = Piece(view, np.array([3, 1, 0, 4, 5, 2]), arena.writable, places)
+        piece.planned.gather()
+        expected = piece.planned._empty()
+        sum_layers(piece.planned.plan, range(LAYERS), expected)
+        for batch in batches(piece, 0, range(1, LAYERS), 1 << 16):
+            wanted = expected[batch.chunks, 1:].reshape(-1)
+            staged = batch.plan
+            assert (sum_ranges(batch.ranges_of_chunks(staged)) == wanted).all()
+            ranges = batch.ranges_of_runs()
+            assert (ranges is None) == (not view.runs_are_whole)
+            assert ranges is None or (sum_ranges(ranges) == wanted).all()
 
     @pytest.mark.parametrize("kind", ARRANGEMENTS)
     def test_runs_are_what_the_kernels_copy(self, kind: str) -> None:

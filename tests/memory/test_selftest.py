@@ -10,9 +10,10 @@ import pytest
 from kvhold.core.api import Cache
 from kvhold.core.errors import LayoutError
 from kvhold.core.holdings import ChunkBytes
+from kvhold.kernels.reference_sums import EndedSums
 from kvhold.memory.copier import Copier, HostCopier, Mark, Piece, Stage
 from kvhold.memory.device import DeviceCopier, PinnedArenas, proven_copier_for
-from kvhold.memory.device.check import check_copies
+from kvhold.memory.device.check import check_copies, sums_agree, takes_sums
 from kvhold.memory.device.copier import DeviceTransfer
 from kvhold.memory.device.ring import Slice
 from kvhold.memory.selftest import check_orders
@@ -216,3 +217,41 @@ class TestOnBlocksOfItsOwn:
         assert get("late:0") is made[-1]
         with pytest.raises(LayoutError, match="out of order"):
             get("wrong:0")
+
+
+class TestChecksums:
+    def test_a_device_whose_checksums_are_the_librarys_takes_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        driver = FakeDriver(FakeDevice(1))
+        assert sums_agree(driver, "cpu")
+
+        class Other(EndedSums):
+            def read(self) -> npt.NDArray[np.uint64]:
+                return self.found ^ np.uint64(1 << 63)
+
+        wrong = Other(np.zeros(7, np.uint64))
+        monkeypatch.setattr("kvhold.memory.device.check.begin_sums", lambda *_: wrong)
+        assert not sums_agree(driver, "cpu")
+
+    @pytest.mark.parametrize(
+        ("agree", "told"),
+        [
+            (lambda *_: False, "cuda:0 takes wrong checksums; the host takes them"),
+            (lambda *_: 1 / 0, "cuda:0 takes no checksums, the host does: division by zero"),
+        ],
+    )
+    def test_otherwise_the_host_does(
+        self,
+        agree: Callable[..., bool],
+        told: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        driver = FakeDriver(FakeDevice(1))
+        monkeypatch.setattr("kvhold.memory.device.check.sums_agree", agree)
+        assert not takes_sums(driver, "cuda:0")
+        assert told in caplog.text
+        monkeypatch.setattr("kvhold.memory.device.check.sums_agree", lambda *_: True)
+        assert takes_sums(driver, "cuda:0")
+        assert not takes_sums(driver, "xpu:0"), "there is no kernel for it"

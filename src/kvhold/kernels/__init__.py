@@ -8,21 +8,25 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvhold.kernels.plan import Chunks, Plan, plan_blocks, plan_slots
+from kvhold.kernels.ranges import Ranges
 from kvhold.kernels.view import Int64s, View
 
 __all__ = [
     "Chunks",
     "Plan",
+    "Ranges",
+    "RunningSums",
     "Sums",
     "View",
     "Worker",
+    "begin_sums",
     "gather",
     "plan_blocks",
     "plan_slots",
@@ -91,6 +95,25 @@ def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
             import_module(
                 f"kvhold.kernels.triton_{'copy' if view.coding is None else 'coded_copy'}"
             ).prepare(view)
+
+
+class RunningSums(Protocol):
+    def read(self) -> Sums:
+        """[ranges], after the stream has passed."""
+
+
+def begin_sums(ranges: Ranges, device: str) -> RunningSums:
+    """Take checksums of a device's memory on its current stream.
+
+    Raises ValueError for ranges that do not suit the device.
+    """
+    if not ranges.suits(device):
+        raise ValueError(f"{device} cannot take the checksums of these ranges; the host can")
+    of_device = "triton" if device.startswith("cuda") else "reference"
+    begin: Callable[[Ranges, str], RunningSums] = import_module(
+        f"kvhold.kernels.{of_device}_sums"
+    ).begin_sums
+    return begin(ranges, device)
 
 
 def sum_layers(

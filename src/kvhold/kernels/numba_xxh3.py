@@ -1,9 +1,5 @@
-"""XXH3-64 for compiled loops, of more than SHORT_BYTES bytes, with the default secret and no seed.
+"""XXH3-64 for compiled loops, of more than SHORT_BYTES bytes."""
 
-Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
-"""
-
-from struct import unpack
 from typing import Any
 
 import numpy as np
@@ -12,44 +8,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvhold.kernels import xxh3
 from kvhold.kernels.numba_copy import LEAD_BYTES, prefetch, stream
+from kvhold.kernels.xxh3 import SHORT_BYTES, STRIPE_BYTES, words_of_secret
 
-SHORT_BYTES = 240
-STRIPE_BYTES = 64
-_STRIPES_PER_BLOCK = 16
+__all__ = ["SHORT_BYTES", "START", "STRIPE_BYTES", "finish", "fold", "fold_and_stream"]
 
-_SECRET = bytes.fromhex(
-    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
-    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
-    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
-    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
-)
-_PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-_PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
-_PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
-_PRIME_MX1 = 0x165667919E3779F9
-START = np.array(
-    (
-        _PRIME32_3,
-        _PRIME64_1,
-        _PRIME64_2,
-        _PRIME64_3,
-        _PRIME64_4,
-        _PRIME32_2,
-        _PRIME64_5,
-        _PRIME32_1,
-    ),
-    np.uint64,
-)
-_SCRAMBLE_AT, _LAST_AT, _MERGE_AT = 128, 121, 11  # offsets in the secret
+START = np.array(xxh3.START, np.uint64)
+_SECRET, _STRIPES_PER_BLOCK = xxh3.SECRET, xxh3.STRIPES_PER_BLOCK
 
 _WORD = ir.IntType(64)
 _LANES = ir.VectorType(_WORD, 8)
 _NUMBER = ir.IntType(32)
-
-
-def _words(at: int, count: int = 8) -> tuple[int, ...]:
-    return unpack(f"<{count}Q", _SECRET[at : at + 8 * count])
 
 
 def _lanes(values: tuple[int, ...]) -> ir.Constant:
@@ -74,9 +44,10 @@ def _accumulate(builder: Any, acc: Any, data: Any, secret: Any) -> Any:
 
 def _scramble(builder: Any, acc: Any) -> Any:
     mixed = builder.xor(
-        builder.xor(acc, builder.lshr(acc, _lanes((47,) * 8))), _lanes(_words(_SCRAMBLE_AT))
+        builder.xor(acc, builder.lshr(acc, _lanes((47,) * 8))),
+        _lanes(words_of_secret(xxh3.SCRAMBLE_AT)),
     )
-    return builder.mul(mixed, _lanes((_PRIME32_1,) * 8))
+    return builder.mul(mixed, _lanes((xxh3.PRIME32_1,) * 8))
 
 
 def _fold(
@@ -139,10 +110,12 @@ def finish(_: Any, state: Any, last: Any, nbytes: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at, last_at, length = args
         acc = builder.load(builder.inttoptr(at, _LANES.as_pointer()), align=8)
-        acc = _accumulate(builder, acc, _load(builder, last_at), _lanes(_words(_LAST_AT)))
-        keyed = builder.xor(acc, _lanes(_words(_MERGE_AT)))
+        acc = _accumulate(
+            builder, acc, _load(builder, last_at), _lanes(words_of_secret(xxh3.LAST_AT))
+        )
+        keyed = builder.xor(acc, _lanes(words_of_secret(xxh3.MERGE_AT)))
         wide = ir.IntType(128)
-        result = builder.mul(length, ir.Constant(_WORD, _PRIME64_1))
+        result = builder.mul(length, ir.Constant(_WORD, xxh3.PRIME64_1))
         for lane in range(0, 8, 2):
             one, other = (
                 builder.zext(builder.extract_element(keyed, ir.Constant(_NUMBER, number)), wide)
@@ -155,7 +128,7 @@ def finish(_: Any, state: Any, last: Any, nbytes: Any) -> Any:
             )
             result = builder.add(result, folded)
         result = builder.xor(result, builder.lshr(result, ir.Constant(_WORD, 37)))
-        result = builder.mul(result, ir.Constant(_WORD, _PRIME_MX1))
+        result = builder.mul(result, ir.Constant(_WORD, xxh3.PRIME_MX1))
         return builder.xor(result, builder.lshr(result, ir.Constant(_WORD, 32)))
 
     return types.uint64(types.int64, types.int64, types.int64), emit

@@ -129,24 +129,35 @@ class PlannedCopy:
 
     def take_sums(self, layers: range, chunks: Int64s, *, threads: int = 1) -> None:
         """Keep checksums of a device's write. The chunks must be complete in these layers."""
-        if self.sums is None:
-            return
-        found = self._empty()
-        sum_layers(self.plan, layers, found, chunks, threads=threads)
-        self.sums.take(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
+        if self.sums is not None:
+            self.keep_sums(layers, chunks, self._sums_of(layers, chunks, threads))
+
+    def keep_sums(self, layers: range, chunks: Int64s, found: npt.NDArray[np.uint64]) -> None:
+        """found: [chunks, layers]"""
+        if self.sums is not None:
+            self.sums.take(self.numbers[chunks], layers, found)
 
     def verify(self, layers: range, chunks: Int64s, *, threads: int = 1) -> DamagedChunks | None:
         if self.sums is None:
             return None
-        found = self._empty()
-        sum_layers(self.plan, layers, found, chunks, threads=threads)
+        return self.compare_sums(layers, chunks, self._sums_of(layers, chunks, threads))
+
+    def compare_sums(
+        self, layers: range, chunks: Int64s, found: npt.NDArray[np.uint64]
+    ) -> DamagedChunks | None:
+        """found: [chunks, layers]"""
+        if self.sums is None:
+            return None
         try:
-            self.sums.compare(
-                self.numbers[chunks], layers, found[chunks, layers.start : layers.stop]
-            )
+            self.sums.compare(self.numbers[chunks], layers, found)
         except DamagedChunks as error:
             return error
         return None
+
+    def _sums_of(self, layers: range, chunks: Int64s, threads: int) -> npt.NDArray[np.uint64]:
+        found = self._empty()
+        sum_layers(self.plan, layers, found, chunks, threads=threads)
+        return found[chunks, layers.start : layers.stop]
 
     @property
     def _on_host(self) -> bool:

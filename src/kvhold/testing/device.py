@@ -214,7 +214,7 @@ class FakeDriver:
 def fake_copier(
     device: FakeDevice, *, seed: int = 0, driver: FakeDriver | None = None
 ) -> DeviceCopier:
-    """seed: chooses sizes at which rings fill and chunks are split"""
+    """seed: chooses sizes at which rings fill and chunks are split, and who takes checksums"""
     random = Random(seed)
     sizes = Settings(
         store_ring_bytes=random.choice([1 << 14, 1 << 16, 1 << 20]),
@@ -223,7 +223,8 @@ def fake_copier(
         direct_bytes=random.choice([1, 1 << 30]),
     )
     driver = driver or FakeDriver(device)
-    return DeviceCopier(driver, PinnedArenas(driver), sizes)
+    sums_on = random.choice(["cpu", None])
+    return DeviceCopier(driver, PinnedArenas(driver), sizes, sums_on=sums_on)
 
 
 def _own(events: Sequence[DeviceEvent]) -> list[FakeEvent]:

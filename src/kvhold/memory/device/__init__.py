@@ -44,6 +44,8 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
     """
     if device == "cpu":
         return HostCopier(threads or COPY_THREADS)
+    from kvhold.memory.device.check import takes_sums
+
     driver = _driver_for(device)
     log.info("kvhold: copies between %s and the arena: %s", device, type(driver).__name__)
     copier = DeviceCopier(
@@ -52,6 +54,7 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
         mappings=cache.map_for_device,
         threads=threads or sum_threads(),
         checkers=new_checkers(),
+        sums_on=device if takes_sums(driver, device) else None,
     )
     if driver.has_direct_copies:
         copier.measure(device)

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.kernels import Chunks, Plan
+from kvhold.kernels import Chunks, Plan, Ranges
 from kvhold.kernels.view import Int64s, Tensor
 from kvhold.memory.copier import Piece
 from kvhold.memory.device.driver import Copies
@@ -86,6 +86,34 @@ class Batch:
         arena = reach.address + self.plan.chunk_starts[self.chunks] + skipped
         device = staged.chunks.address + staged.chunk_starts[self.chunks] + skipped
         return _within_slices(Copies(arena, device, nbytes, reach.pinned), reach)
+
+    def ranges_of_chunks(self, staged: Plan) -> Ranges:
+        """[chunks, layers] in the ring."""
+        of_layer = (self.sizes // self.plan.view.layers)[:, None]
+        starts = staged.chunks.address + staged.chunk_starts[self.chunks][:, None]
+        addresses = (starts + of_layer * np.arange(self.layers.start, self.layers.stop)).reshape(-1)
+        nbytes = np.repeat(of_layer, len(self.layers))
+        return Ranges(np.arange(addresses.size + 1), addresses, nbytes)
+
+    def ranges_of_runs(self) -> Ranges | None:
+        """[chunks, layers] in the blocks; None: their pieces are too small."""
+        plan, view = self.plan, self.plan.view
+        if not view.runs_are_whole or self.is_coded or not self.is_whole:
+            return None
+        planes = np.arange(self.layers.start * view.planes, self.layers.stop * view.planes)
+        addresses = view.table.reshape(-1)[planes][:, None] + plan.view_offsets[None]
+        nbytes = np.broadcast_to(plan.rows * view.row_bytes, addresses.shape)
+        runs = np.bincount(plan.chunk)[self.chunks]
+        if (runs == runs[0]).all():
+            shape = (planes.size, runs.size, int(runs[0]))
+            addresses, nbytes = (
+                each.reshape(shape).swapaxes(0, 1).reshape(-1) for each in (addresses, nbytes)
+            )
+        else:  # by chunk, then as before
+            order = np.argsort(np.tile(plan.chunk, planes.size), kind="stable")
+            addresses, nbytes = addresses.reshape(-1)[order], nbytes.reshape(-1)[order]
+        pieces = np.repeat(runs * view.planes, len(self.layers))
+        return Ranges(np.concatenate(([0], np.cumsum(pieces))), addresses, nbytes)
 
     def copies_of_runs(self, reach: Reach) -> Copies:
         plan, view = self.plan, self.plan.view

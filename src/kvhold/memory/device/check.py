@@ -1,5 +1,6 @@
-"""Check a device's copies at start, with torch tensors."""
+"""Check a device's copies and checksums at start, with torch tensors."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,11 +10,17 @@ import torch
 from kvhold.core.errors import LayoutError
 from kvhold.core.holdings import ChunkBytes
 from kvhold.core.layout import Group
+from kvhold.kernels import Ranges, RunningSums, begin_sums
+from kvhold.kernels.reference_sums import sum_ranges
 from kvhold.memory.copier import Copier, Piece, Stage
+from kvhold.memory.device.driver import DeviceDriver, Lane
 from kvhold.memory.selftest import check_orders
 from kvhold.memory.views import opaque_blocks
 
 _LAYERS, _BLOCKS, _BLOCK_BYTES = 4, 6, 64 << 10
+_SUMMED_BYTES = 128 << 10
+
+log = logging.getLogger(__name__)
 
 
 def check_copies(copier: Copier, device: str) -> None:
@@ -48,6 +55,38 @@ def check_copies(copier: Copier, device: str) -> None:
         raise LayoutError(
             f"copies on {device} are not exact: blocks that were not copied have changed"
         )
+
+
+def takes_sums(driver: DeviceDriver, device: str) -> bool:
+    """Whether checksums by the device's kernel are those of the host."""
+    if not device.startswith("cuda"):
+        return False
+    try:
+        agree = sums_agree(driver, device)
+    # then the host takes them, as without a kernel
+    except Exception as error:  # noqa: BLE001
+        log.warning("kvhold: %s takes no checksums, the host does: %s", device, error)
+        return False
+    if not agree:
+        log.warning("kvhold: %s takes wrong checksums; the host takes them", device)
+    return agree
+
+
+def sums_agree(driver: DeviceDriver, device: str) -> bool:
+    random = torch.Generator().manual_seed(3)
+    of_host = torch.randint(0, 256, (_SUMMED_BYTES,), generator=random, dtype=torch.uint8)
+    of_device = of_host.to(device)
+    # whole blocks of XXH3, parts of a block, and ranges in pieces
+    nbytes = np.array([256, 1024, 1032, 4096, 9000, 3 << 10, 2048, 1024, 376, 65536], np.int64)
+    starts = np.cumsum(nbytes) - nbytes
+    first = np.array([0, 1, 2, 3, 4, 5, 9, 10], np.int64)
+    running: list[RunningSums] = []
+    ranges = Ranges(first, of_device.data_ptr() + starts, nbytes)
+    driver.launch(
+        Lane.SUM, [driver.record()], lambda: running.append(begin_sums(ranges, device))
+    ).wait()
+    expected = sum_ranges(Ranges(first, of_host.data_ptr() + starts, nbytes))
+    return bool(np.array_equal(running[0].read(), expected))
 
 
 class TensorBlocks:

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias, cast
 
 from kvhold.core.errors import CapacityError, DamagedChunks, DeviceError, KVHoldError
 from kvhold.core.sizes import format_size
-from kvhold.kernels import gather, scatter
+from kvhold.kernels import Ranges, RunningSums, Sums, begin_sums, gather, scatter
 from kvhold.memory.copier import Mark, Piece, Stage, Transfer
 from kvhold.memory.device.batches import Batch, batches
 from kvhold.memory.device.crossover import direct_bytes
@@ -55,14 +55,18 @@ class DeviceCopier:
         mappings: Mappings | None = None,
         threads: int = 1,
         checkers: Checkers | None = None,
+        sums_on: str | None = None,
     ) -> None:
-        """checkers: take checksums while later batches are copied; None: `Transfer.wait` does."""
+        """checkers: take checksums while later batches are copied; None: `Transfer.wait` does.
+        sums_on:  the device, if its kernel takes checksums; None: the host takes all
+        """
         self._driver = driver
         self._arenas = arenas
         self._settings = settings or Settings()
         self._mappings = mappings
         self._threads = threads
         self._checkers = checkers or {}
+        self._sums_on = sums_on
         # two locks: a load may wait long for its ring
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
@@ -175,7 +179,7 @@ class DeviceCopier:
             self._check_direct(batch)
             with self._reaching(batch, transfer) as reach:
                 read = self._driver.copy(Lane.STORE, marks, batch.copies_of_runs(reach))
-            whole = (read, batch) if batch.is_whole else None
+            whole = (read, batch, None) if batch.is_whole else None
             transfer.add(touched=read, ended=read, summed=whole)
             return
         with part:
@@ -189,8 +193,28 @@ class DeviceCopier:
                 written = self._driver.copy(
                     Lane.STORE, [read], batch.copies_of_chunks(reach, staged)
                 )
-            part.until(written)
-            transfer.add(ended=written, summed=(written, batch))
+            transfer.add(ended=written)
+            event, sums = self._sum(batch.ranges_of_chunks(staged), batch, written)
+            part.until(event)
+            transfer.add(ended=event, summed=(event, batch, sums))
+
+    def _sum(
+        self, ranges: Ranges | None, batch: Batch, after: DeviceEvent
+    ) -> "tuple[DeviceEvent, _LateSums | None]":
+        """Return the event after which checksums are there, or the host may take them (None)."""
+        device = self._sums_on
+        if (
+            device is None
+            or batch.piece.places.sums is None
+            or ranges is None
+            or not ranges.suits(device)
+        ):
+            return after, None
+        sums = _LateSums((batch.chunks.size, len(batch.layers)))
+        event = self._driver.launch(
+            Lane.SUM, [after], lambda: sums.begin(begin_sums(ranges, device))
+        )
+        return event, sums
 
     def _part_for_store(self, batch: Batch) -> Slice | None:
         """None: a direct store. Large pieces do not wait for the ring."""
@@ -207,7 +231,8 @@ class DeviceCopier:
         with self._reaching(batch, transfer) as reach:
             if self._loads_directly(batch, reach):
                 written = self._driver.copy(Lane.LOAD, marks, batch.copies_of_runs(reach))
-                transfer.add(touched=written, ended=written, checked=(written, batch))
+                ranges = batch.ranges_of_runs()
+                self._check(transfer, batch, written, written, ranges, of_blocks=True)
                 return
         ring = self._ring(Lane.LOAD)
         if not ring.fits(batch.nbytes):
@@ -220,12 +245,35 @@ class DeviceCopier:
             with self._reaching(batch, transfer) as reach:
                 read = self._driver.copy(Lane.LOAD, [], batch.copies_of_chunks(reach, staged))
             part.until(read)
-            transfer.add(ended=read, checked=(read, batch))
+            transfer.add(ended=read)
             written = self._driver.launch(
                 Lane.SCATTER, [*marks, read], lambda: scatter(staged, layers=batch.layers)
             )
-            part.until(written)
-            transfer.add(touched=written, ended=written)
+            part.until(self._check(transfer, batch, read, written, batch.ranges_of_chunks(staged)))
+
+    def _check(
+        self,
+        transfer: "DeviceTransfer",
+        batch: Batch,
+        read: DeviceEvent,
+        written: DeviceEvent,
+        ranges: Ranges | None,
+        *,
+        of_blocks: bool = False,
+    ) -> DeviceEvent:
+        """read, written: after a load's reads of the arena, and after its writes of blocks
+        of_blocks: the ranges are in the blocks
+
+        Return the last event.
+        """
+        transfer.add(touched=written, ended=written)
+        event, sums = self._sum(ranges, batch, written)
+        transfer.add(
+            touched=event if of_blocks else None,
+            ended=event,
+            checked=(read if sums is None else event, batch, sums),
+        )
+        return event
 
     def _reaching(self, batch: Batch, transfer: "DeviceTransfer") -> AbstractContextManager[Reach]:
         return self._arenas.reaching(
@@ -274,6 +322,24 @@ class DeviceCopier:
             raise
 
 
+class _LateSums:
+    """Checksums that the device takes; valid after their event."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self._shape = shape
+        self._running: RunningSums | None = None
+
+    def begin(self, running: RunningSums) -> None:
+        self._running = running
+
+    def read(self) -> Sums:
+        assert self._running is not None, "read after the event"
+        return self._running.read().reshape(self._shape)
+
+
+_Summed: TypeAlias = tuple[DeviceEvent, Batch, "_LateSums | None"]
+
+
 class DeviceTransfer:
     def __init__(
         self,
@@ -299,11 +365,12 @@ class DeviceTransfer:
         *,
         touched: DeviceEvent | None = None,
         ended: DeviceEvent,
-        checked: tuple[DeviceEvent, Batch] | None = None,
-        summed: tuple[DeviceEvent, Batch] | None = None,
+        checked: "_Summed | None" = None,
+        summed: "_Summed | None" = None,
     ) -> None:
         """touched: after it, the blocks have been read, or written
-        checked, summed: an event, and a batch whose checksums are compared, or taken, after it
+        checked, summed: an event, a batch whose checksums are compared, or taken, after it, and
+            the device's, if it takes them
         """
         self._ends.append(ended)
         if touched is not None:
@@ -339,24 +406,36 @@ class DeviceTransfer:
         return [DamagedChunks(sorted(chunks)) if chunks else None for chunks in self._damage]
 
     def _later(
-        self, check: Callable[[DeviceEvent, Batch], None], event: DeviceEvent, batch: Batch
+        self,
+        check: "Callable[[DeviceEvent, Batch, _LateSums | None], None]",
+        event: DeviceEvent,
+        batch: Batch,
+        sums: "_LateSums | None",
     ) -> Callable[[], None]:
         if self._checker is not None:
             # executors refuse work after the main thread, and after `close`
             with suppress(RuntimeError):
-                return self._checker.submit(check, event, batch).result
-        return partial(check, event, batch)
+                return self._checker.submit(check, event, batch, sums).result
+        return partial(check, event, batch, sums)
 
-    def _verify(self, event: DeviceEvent, batch: Batch) -> None:
+    def _verify(self, event: DeviceEvent, batch: Batch, sums: "_LateSums | None") -> None:
         with self._noting_faults():
             event.wait()
-        damage = batch.piece.planned.verify(batch.layers, batch.chunks, threads=self._threads)
+        planned, layers, chunks = batch.piece.planned, batch.layers, batch.chunks
+        if sums is not None:
+            damage = planned.compare_sums(layers, chunks, sums.read())
+        else:
+            damage = planned.verify(layers, chunks, threads=self._threads)
         self._damage[batch.number].update(damage.chunks if damage else ())
 
-    def _take_sums(self, event: DeviceEvent, batch: Batch) -> None:
+    def _take_sums(self, event: DeviceEvent, batch: Batch, sums: "_LateSums | None") -> None:
         with self._noting_faults():
             event.wait()
-        batch.piece.planned.take_sums(batch.layers, batch.chunks, threads=self._threads)
+        planned, layers, chunks = batch.piece.planned, batch.layers, batch.chunks
+        if sums is not None:
+            planned.keep_sums(layers, chunks, sums.read())
+        else:
+            planned.take_sums(layers, chunks, threads=self._threads)
 
     def _ends_well(self, event: DeviceEvent, faults: list[Exception]) -> bool:
         try:

@@ -18,6 +18,7 @@ class Lane(Enum):
     STORE = "store"  # low priority
     LOAD = "load"  # from the arena
     SCATTER = "scatter"  # high priority
+    SUM = "sum"  # kernels that take checksums
 
 
 class DeviceEvent(Protocol):

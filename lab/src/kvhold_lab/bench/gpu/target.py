@@ -1,6 +1,7 @@
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from statistics import median
 from typing import Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from kvhold.memory.device import (
     new_checkers,
     sum_threads,
 )
+from kvhold.memory.device.check import takes_sums
 from kvhold.testing.device import FakeDevice, FakeDriver
 
 Kind: TypeAlias = Literal["cuda", "cpu", "fake"]
@@ -36,6 +38,14 @@ class Target:
             self.driver = CudaDriver(self.device)
         elif kind == "fake":
             self.driver = FakeDriver(FakeDevice(seed=1))
+
+    @cached_property
+    def _sums_on(self) -> str | None:
+        """As an engine has it."""
+        if self.kind == "fake":
+            return "cpu"
+        assert self.driver is not None
+        return str(self.device) if takes_sums(self.driver, str(self.device)) else None
 
     @property
     def name(self) -> str:
@@ -62,6 +72,7 @@ class Target:
             settings,
             threads=sum_threads(),
             checkers=new_checkers(),
+            sums_on=self._sums_on,
         )
 
     def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
