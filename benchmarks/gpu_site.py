@@ -22,9 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / ".gpu" / "site.txz"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+# pip takes no older platform for a newer one
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(17, 36)), "manylinux2014_x86_64")
 # torch and what belongs to it must be there already
-NEVER = re.compile(r"torch|triton|nvidia|cuda|flashinfer|intel-openmp|vllm", re.ASCII)
+NEVER = re.compile(r"torch|triton|nvidia|cuda|flashinfer|intel|vllm", re.ASCII)
 _ALONE = ("--no-deps", "--only-binary=:all:")
 # large, and not used by kvhold's checks
 LEFT_OUT = (
