@@ -1,10 +1,5 @@
 """The chunks that engines compute now, and the lookups that wait.
 
-    is_announced = computing.announce(owner, number, query, layout, hit_tokens, intent)
-    wait = computing.begin_wait(owner, query, layout, hit_tokens, intent)
-    computing.end_of(wait)       # None while it lasts
-    computing.withdraw(owner, number)
-
 An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
 withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
 counts as stored when memory has it for every shard and every group with full attention. No I/O.
@@ -33,12 +28,9 @@ _LATE = 1.5  # promises and estimates may be off by this factor
 class WaitEnd(StrEnum):
     """Why a wait ended.
 
-    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: they did not
-    come when promised. SLOWER: computing the rest here is faster. CUT_SHORT: the caller waits no
-    more.
-
-    Of a handover, DEADLINE: it took too long. ANNOUNCED, NOT_ANNOUNCED: the awaited announcement or
-    its first chunk came, or neither
+    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: later than
+    promised. SLOWER: computing the rest is faster. CUT_SHORT: the caller waits no more. Of a
+    handover also DEADLINE, and ANNOUNCED or NOT_ANNOUNCED.
     """
 
     STORED = "stored"
@@ -283,7 +275,6 @@ class Computing:
     def _expect(
         self, query: Query, layout: Layout, hit_tokens: int, handover: HandoverWait
     ) -> AnnouncementWait | None:
-        """Begin to wait for an announcement of the chunk after a hit."""
         grace_s = min(handover.grace_s, handover.timeout_s)
         if not grace_s:
             return None
@@ -427,7 +418,6 @@ class Computing:
         return self.expected_s(wait) + loading_s + _rest_s(cost, end)
 
     def _alone_s(self, wait: Wait, hit_tokens: int) -> float:
-        """The same without them."""
         cost = wait.cost
         begin = cost.computed_tokens
         loading_s = (

@@ -1,10 +1,9 @@
 """Identify weights by their content, equally on every host.
 
-Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits: against
-accidents, not forgery). Digests are kept in the user's cache folder, by path, size, times and
-inode, and count only if undamaged and this user's.
+Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits). Digests are
+kept in the user's cache folder, by path, size, times and inode, and count only if undamaged and
+this user's.
 """
-
 import logging
 import os
 import re

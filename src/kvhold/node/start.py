@@ -114,7 +114,7 @@ def _has_node(patience: _Patience) -> bool:
 
 
 def _is_taken(path: Path) -> bool:
-    """A check locks a free file for an instant, so it would disturb a watcher's next node."""
+    """Without locking: that would disturb a watcher's next node."""
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
 

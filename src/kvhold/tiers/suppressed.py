@@ -84,7 +84,7 @@ class Suppressed:
         self._unreadable.pop(key, None)
 
     def mended(self) -> None:
-        """Try all keys again: after an outage, the tier may be another disk."""
+        """Try all keys again."""
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:
