@@ -1,7 +1,4 @@
-"""Probe the engines, and note which ones can be used.
-
-An engine that fails is probed ever less often. The requests' event loop.
-"""
+"""Probe the engines, failing ones ever less often. The requests' event loop."""
 
 import asyncio
 import logging

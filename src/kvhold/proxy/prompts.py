@@ -80,7 +80,7 @@ class Inference:
 def read_fields(body: bytes) -> tuple[Fields, bytes]:
     """Return a JSON object's fields, and the body with safe `kv_transfer_params`.
 
-    Raises NotAnInference, also for UTF-16 and NaN: their fields would pass unseen.
+    Raises NotAnInference, also for UTF-16 and NaN.
     """
     with _reading():
         fields = _fields.decode(body)

@@ -1,10 +1,7 @@
 """Programs that start with vLLM imported, in half of the time.
 
-PRELOAD_VLLM names a folder, of which the processes of a session have fork servers in common. Each
-environment that vLLM may read during its import has one.
-
-    with preloading() as folder:
-        os.environ[VARIABLE] = str(folder)
+PRELOAD_VLLM names a folder of fork servers, one for each environment that vLLM may read during its
+import.
 """
 
 import atexit

@@ -103,9 +103,7 @@ def replay_policy(
 
 
 def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
-    """Chunks have one size, so `tokens` and `bytes` give the same. For `ttft`, a tier below counts
-    as slow. None: all values are equal.
-    """
+    """None: all values are equal, as for `tokens` and `bytes`. For `ttft`, a tier below is slow."""
     if setup.policy_for != "ttft":
         return None
     most = int(np.diff(cut.starts).max(initial=0))

@@ -119,7 +119,7 @@ def run_mutations(
 ) -> MutationsResult:
     """Simulate seeds on a copy of the code with each mutation, until one finds it.
 
-    names: only these, also rare ones; by default all but the rare ones
+    names: only these; by default all but the rare ones
 
     Raises PatchError, SimulationError.
     """

@@ -1,7 +1,6 @@
 """Run a model with and without the connector, path by path, and judge.
 
-An engine without a connector gives the reference answers, three times, to find unsteady ones. An
-engine with the connector stores, then loads.
+An engine without a connector gives the reference answers, three times.
 """
 
 import json

@@ -1,4 +1,5 @@
 """The contract of an eviction policy.
+
 **No policy evicts a prefix before its continuation.** A pinned continuation protects its whole
 known prefix. Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 """

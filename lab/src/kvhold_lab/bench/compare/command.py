@@ -70,10 +70,9 @@ def command(
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Compare kvhold, vLLM alone, its prefix cache and offloading, and LMCache 0.5.6.
+    """Compare kvhold, vLLM alone, its prefix cache and offloading, and LMCache 0.5.6 in real vLLMs.
 
-    All run in real vLLM engines. The
-    first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
+    The first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
     missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
     kvhold failed, answered differently, or reused nothing. Ctrl-C shows the results so far.
     """

@@ -1,7 +1,6 @@
 """The requests of a run: stages of visits to documents.
 
-At the next visit of a document, an engine's KV memory still holds a set of half its size. Shares of
-reuse fall, so earlier visits had the reused part.
+Shares of reuse fall, so earlier visits had the reused part.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

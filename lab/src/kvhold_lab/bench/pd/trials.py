@@ -1,9 +1,7 @@
 """The faults of `kvhold bench pd --faults` in action, and the requests of their clients.
 
-    rows = fault_rows(work, names, systems, say)
-
-Each fault has its own cache salt, so nothing is found that an earlier one has stored. A client that
-leaves, or whose proxy is killed, sends its request again afterwards.
+Each fault has its own cache salt. A client that leaves, or whose proxy is killed, sends its request
+again.
 """
 
 import tempfile
@@ -161,7 +159,6 @@ class PdTrial:
         )
 
     def await_prefill(self) -> None:
-        """Return while the prefill engine computes."""
         if not self.pair.await_prefill():
             self.notes.append("the prefill engine was not seen computing")
 
@@ -171,7 +168,7 @@ class PdTrial:
             self.notes.append(f"fewer than {count} prompts were computed before the fault")
 
     def await_usable(self, proxy: ProxyProcess, role: Role) -> None:
-        """Return when the proxy has noticed that the engine is back."""
+        """Wait until the proxy knows that the engine is back."""
 
         def is_usable() -> bool:
             return all(
@@ -346,7 +343,7 @@ def _proxy_killed(trial: PdTrial) -> None:
 
 
 def _client_gone(trial: PdTrial) -> None:
-    """Some leave the proxy; of others, a proxy sends only the prefill part."""
+    """Some leave the proxy; a proxy sends only the prefill part of others."""
     first, second = trial.halves
     with trial.proxy() as proxy:
         with trial.pair.paused("decode"):
