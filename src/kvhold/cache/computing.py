@@ -398,7 +398,6 @@ class Computing:
         return self._clock() > self._due_s(announcement, cost, following.end) + allowed_s
 
     def _due_s(self, announcement: Announcement, cost: ComputeCost, last: int) -> float:
-        """Return when the tokens before `last` are due, at the engine's present pace."""
         cost = _speed(announcement.cost, cost)
         done_s = (
             announcement.promised_s(cost, announcement.done_tokens)

@@ -179,7 +179,6 @@ class HandoverPins:
         return [prompt for held in self._by_owner.values() for prompt in held.values()]
 
     def _names(self, owner: Hashable, query: Query, layout: Layout) -> list[bytes]:
-        """Whole chunks, and the tail."""
         held = self._by_owner.get(owner, {})
         num_keys = len(layout.groups) * query.shards
         left = _MOST_CHUNKS - sum(len(prompt.names) for prompt in held.values())
@@ -266,7 +265,6 @@ def _suffixes(query: Query, layout: Layout, *, only_full: bool = False) -> list[
 
 
 def _name_bytes(query: Query, layout: Layout) -> int:
-    """Return the memory of a whole chunk, of all groups and shards."""
     size = layout.tokens_per_chunk
     sizes = [layout.chunk_bytes(group, size) for group in range(len(layout.groups))]
     return query.shards * sum(map(size_class, sizes))

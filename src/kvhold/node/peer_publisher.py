@@ -52,7 +52,6 @@ class PeerPublisher:
             await feed.wait(number)
 
     def _next_records(self) -> tuple[bytes, int]:
-        """Return the joined records, and the last number."""
         records, number = bytearray(), self._number
         while not records or (len(records) < BATCH_BYTES and number != self._feed.number):
             found = self._feed.changes_after(number)

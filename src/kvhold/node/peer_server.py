@@ -225,7 +225,6 @@ class PeerServer(LoginServer):
     async def _lend(
         self, stream: Stream, request: p.PeerRead, peer: ServedPeer, leases: PeerLeases
     ) -> None:
-        """Lend the first frames or all."""
         memory, keys = self._lent_memory(), _keys_of(request)
         end = _group_end(request.room, 0, min(_LENT_GROUP_BYTES, self.budget.limit))
         lease, frames = await leases.lend(keys[:end], request.room[:end])

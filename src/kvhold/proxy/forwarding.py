@@ -111,7 +111,6 @@ class Forwarder:
                 await _end(handed.running)
 
     def _reason_against_prefill(self, inference: Inference | None) -> str:
-        """Return why there is no prefill part: a label in metrics."""
         if inference is None or not self._prefill_pool.engines:
             return "no_engine"
         if not inference.has_prefill or (self._handover.is_for_one and not inference.is_single):

@@ -161,7 +161,6 @@ def _size_of_prompt(raw: msgspec.Raw | None) -> tuple[int | None, int, int]:
 
 
 def _has_media(messages: Any) -> bool:
-    """Whether a message has a part of unknown size."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():

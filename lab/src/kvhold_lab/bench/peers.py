@@ -168,7 +168,6 @@ def _two_nodes(
 def _stored_prompts(
     first: RunningPeer, second: RunningPeer, space: Namespace, count: int
 ) -> list[Prompt]:
-    """Prompts of chunks of the first node, of which the second one knows."""
     prompts = [_prompt(space, GET_CHUNKS, seed) for seed in range(count)]
     for node in (first, second):
         node.client.register(space)

@@ -122,10 +122,7 @@ def _server_for(environment: Mapping[str, str], folder: Path) -> "_Server | None
 
 
 def _is_started(path: Path, environment: Mapping[str, str]) -> bool:
-    """Start the server that listens there, unless there is one, or there are too many.
-
-    Raises OSError.
-    """
+    """Start the server that listens there, if needed and allowed. Raises OSError."""
     with (path.parent / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():

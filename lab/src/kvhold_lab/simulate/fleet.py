@@ -194,7 +194,6 @@ def _group(host: int, setup: FleetSetup) -> range:
 
 
 def _prompts(cut: Cut, copies: int) -> Iterator[list[int]]:
-    """Yield all copies' prompts by time. Each copy's requests are shifted."""
     assert cut.times_s is not None
     spans, times_s = list(pairwise(cut.starts.tolist())), cut.times_s.tolist()
     length_s = (times_s[-1] - times_s[0]) or 1.0

@@ -200,8 +200,6 @@ class _Worker:
 
 
 class _Workers:
-    """One worker per core. After many seeds it is replaced."""
-
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
         self._idle: SimpleQueue[_Worker | None] = SimpleQueue()

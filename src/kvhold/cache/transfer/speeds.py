@@ -125,7 +125,6 @@ class TierSpeed:
         return self._estimate.num_measured < _FEW
 
     def _is_far_beyond(self, nbytes: int) -> bool:
-        """Whether reads of one size say nothing about `nbytes`."""
         most, least = self._estimate.most(1), self._estimate.least(1)
         return most < _ALIKE * least and nbytes > _ALIKE * most
 

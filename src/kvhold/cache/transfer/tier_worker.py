@@ -351,11 +351,9 @@ class TierWorker:
         return self._holds(space) or len(self._shared) < len(self._stack.guards)
 
     def _holds(self, space: bytes) -> bool:
-        """Reserved chunks count, too."""
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:
-        """For an engine that only stores."""
         for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
             space = self._new_spaces.popleft()
             for guard in self._shared:
@@ -392,7 +390,6 @@ class TierWorker:
     async def _begin_clear(
         self, command: ClearCommand, writing: list[tuple[Outbox, set[Write]]]
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
-        """Return the writes in progress, and the tiers' pending clears."""
         pending_clears = await self._stack.begin_clear(
             command.prefix, shared=not command.learned, asked_s=command.asked_s
         )

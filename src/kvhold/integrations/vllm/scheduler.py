@@ -348,7 +348,6 @@ class SchedulerSide:
         *,
         complete: bool,
     ) -> bool:
-        """Return whether the request's blocks are kept until its last tokens are stored."""
         late = (
             complete
             and bool(request_state.pending_steps)

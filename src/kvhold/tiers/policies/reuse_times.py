@@ -294,7 +294,6 @@ class ReuseTimes:
         self._cohorts = kept
 
     def _update(self, passed_s: float) -> None:
-        """Compute the worths of some kinds again."""
         num = min(_KINDS_A_TICK * max(1, int(passed_s / _TICK_S)), _MOST_KINDS)
         first = self._to_update
         last = min(first + num, self.num_kinds)
@@ -334,7 +333,6 @@ class ReuseTimes:
 
 
 def _with_neighbours(counts: Floats) -> Floats:
-    """Add the counts of the buckets before and after, because each has few."""
     sums = counts.copy()
     sums[:, 1:] += counts[:, :-1]
     sums[:, :-1] += counts[:, 1:]

@@ -276,7 +276,6 @@ class PdPair:
         )
 
     def _peers(self, role: Role) -> dict[str, Any]:
-        """Settings of a node that reads the other role's."""
         host = self._second_host
         there, here = (host.address, host.here) if host is not None else (_LOOPBACK, _LOOPBACK)
         addresses = {

@@ -181,7 +181,6 @@ def measure(
 
 
 def _prompts(work: PdSpeedWork, number: int) -> Iterator[tuple[int, list[int]]]:
-    """Prompts of one share begin alike."""
     for reuse in work.shares:
         prompt = make_prompt(
             work.model.path,

@@ -321,7 +321,6 @@ def _node_killed(trial: PdTrial) -> None:
 
 
 def _peer_killed(trial: PdTrial) -> None:
-    """The node that the decode engine's node reads."""
     with trial.proxy() as proxy:
         sent = trial.send(proxy.url, trial.requests)
         trial.await_prefilled(proxy, 1)
@@ -371,7 +370,6 @@ def _duplicate_legs(trial: PdTrial) -> None:
 
 
 def _stale_legs(trial: PdTrial) -> None:
-    """Parameters come again when nothing of the prompt is stored, and with another prompt."""
     handed = [params for [params] in trial.send_legs(trial.requests, trial.salt())]
     for part, params in enumerate((handed, handed, handed[1:] + handed[:1])):
         trial.collect(
@@ -383,7 +381,6 @@ def _stale_legs(trial: PdTrial) -> None:
 
 
 def _same_id(trial: PdTrial) -> None:
-    """Two prompts are handed over at the same time, under one id."""
     params = {
         "remote_prefiller": {
             "kv_request_id": _SAME_ID,
