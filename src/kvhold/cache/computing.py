@@ -73,7 +73,6 @@ class Announcement:
     is_withdrawn: bool = False
 
     def promised_s(self, cost: ComputeCost, last: int) -> float:
-        """Return the seconds until the tokens before `last` are stored."""
         step, begin = cost.step_tokens, self.start_tokens
         end = min(begin + -(-(last - begin) // step) * step, self.cost.num_tokens)
         return prefill_s(cost, begin, max(end, last)) + _copy_s(cost, last - begin, self)

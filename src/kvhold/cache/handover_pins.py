@@ -86,7 +86,6 @@ class HandoverPins:
         return [entry for entries in self._kept.values() for entry in entries.values()]
 
     def begin(self, owner: Hashable, query: Query, layout: Layout, intent: ComputeIntent) -> None:
-        """Keep a prompt's present and later chunks."""
         if not intent.keep_s > 0:  # NaN, too
             return
         self.expire()

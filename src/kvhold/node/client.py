@@ -127,7 +127,6 @@ class NodeClient(WholePrompts):
         self._call(m.UseDevice(nbytes, numa_node), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
-        """Register a namespace with this and each later node."""
         request = m.Register(
             namespace.layout,
             namespace.digest,

@@ -213,7 +213,7 @@ def _told(path: Path, start: int) -> str:
 
 
 def log_tail(path: Path, start: int) -> str:
-    """Return the log from byte `start`. Raises OSError."""
+    """Raises OSError."""
     with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         return file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

@@ -256,7 +256,6 @@ def check_lengths(
 
 
 def raise_if_all_failed(answers: Sequence[object]) -> None:
-    """Raise the first TierError if all answers are such."""
     faults = [answer for answer in answers if isinstance(answer, TierError)]
     if faults and len(faults) == len(answers):
         raise faults[0]

@@ -287,9 +287,7 @@ def judged(
     rounds: list[EngineAnswers],
     verdict: Verdict,
 ) -> VerifyRow:
-    """Tokens prove nothing if half of the questions are unsteady, or if none differs but half are
-    unsteady or tied.
-    """
+    """Tokens prove nothing if half of the questions are unsteady or tied."""
     differ: list[str] = []
     tied: dict[str, int] = {}
     for which, asked in zip(("first", "second"), rounds, strict=True):

@@ -410,7 +410,6 @@ class Searches:
         return self._searches.pop(number)
 
     def clear(self, prefix: bytes) -> None:
-        """Load nothing with this prefix until `cleared`."""
         self._clearing.append(prefix)
 
     def cleared(self, prefix: bytes) -> None:

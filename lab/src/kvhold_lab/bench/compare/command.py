@@ -122,9 +122,8 @@ def vllm(
 ) -> None:
     """`kvhold bench compare` only in memory: the cost of kvhold, and its gain by reuse.
 
-    Compares a real vLLM with kvhold, vLLM alone, its offloading, and an unlimited prefix cache, in
-    a working set larger than vLLM's own memory. Exits with 1 if two systems answered differently,
-    or if kvhold reused nothing. Ctrl-C shows the results so far.
+    The working set is larger than vLLM's own memory. Exits with 1 if two systems answered
+    differently, or if kvhold reused nothing. Ctrl-C shows the results so far.
     """
     needing_pictures(plot)
     host = _Host.of(model_size, threads, peer)

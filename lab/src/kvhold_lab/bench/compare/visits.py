@@ -80,7 +80,7 @@ class VisitStage:
 @dataclass(frozen=True)
 class ComparePlan:
     """held_prompts:  prompts that a connector in "ram" holds
-    strict:        a failure or another answer ends the run, instead of dropping the system
+    strict:        a failure or another answer ends the run
     settles:       wait until a system rests before the next is asked
     page_cache:    leave lower tiers' files in the kernel's page cache
     """

@@ -15,8 +15,6 @@ _MOST_DETAILS = 3
 
 @dataclass(frozen=True)
 class PdShape:
-    """Numbers of prefill and decode engines."""
-
     prefill: int = 1
     decode: int = 1
 
@@ -170,7 +168,7 @@ def judge(
 
 
 def count_held(statuses: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of the nodes' holdings by kind. statuses: `NodeStatus`"""
+    """statuses: `NodeStatus`"""
     held = Counter[str]()
     for status in statuses:
         held.update({**status["held"], **{name: status[name] for name in _HELD}})
@@ -184,7 +182,6 @@ def failed_rows(rows: Iterable[PdFaultRow]) -> list[PdFaultRow]:
 def by_conditions(
     names: Iterable[str], system: str
 ) -> Iterator[tuple[PdConditions, list[PdFault]]]:
-    """Group a system's faults by how its engines are started."""
     chosen = [
         fault
         for name, fault in FAULTS.items()

@@ -128,7 +128,7 @@ class PdPair:
         self.stop()
 
     def start_missing(self) -> None:
-        """Start the engines that do not run, on their ports. Raises EngineFailed."""
+        """On their ports. Raises EngineFailed."""
         missing: list[OpenAIServer] = []
         for role in ROLES:
             for number, port in enumerate(self._ports[role], 1):
