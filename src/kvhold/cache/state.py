@@ -380,7 +380,6 @@ class CacheState:
         commands, self._commands = self._commands, []
         return commands
 
-
     def probed(
         self,
         number: int,

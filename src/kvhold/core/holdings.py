@@ -79,6 +79,7 @@ class Lease(Holding):
     They do not move until the lease is closed. A copy by `memory.copy` compares checksums; a direct
     reader must call `verify` before using the bytes.
     """
+
     def __init__(
         self,
         offsets: npt.NDArray[np.int64],

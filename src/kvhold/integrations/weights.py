@@ -4,6 +4,7 @@ Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bi
 kept in the user's cache folder, by path, size, times and inode, and count only if undamaged and
 this user's.
 """
+
 import logging
 import os
 import re

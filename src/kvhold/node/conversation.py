@@ -49,7 +49,6 @@ class Conversation:
         self._splitter = Splitter()
         self._news = False
 
-
     def prepare(self, request: m.Message, *, keep: bool = False) -> Call:
         """Raises ProtocolError."""
         number = next(self._numbers)
@@ -74,7 +73,6 @@ class Conversation:
         elif call.answer is not None and call.grants:
             self._return(call.answer, call.asked_s)
 
-
     def to_send(self) -> memoryview | None:
         """Return the same bytes until `sent`."""
         while self._outbox:
@@ -94,7 +92,6 @@ class Conversation:
             if not call.data:
                 self._outbox.popleft()
         return self.to_send()
-
 
     def read(self, data: Bytes, now_s: float) -> Iterator[tuple[int, m.Answer]]:
         self.last_heard_s = now_s

@@ -279,7 +279,6 @@ class Link:
                     self._conversation.give_up(call)
         return call.answer if not call.late else None
 
-
     def _send(self, until: float) -> None:
         if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(
             timeout=max(0.0, until - time.monotonic())
@@ -307,7 +306,6 @@ class Link:
         except BaseException as error:
             self._fail(error, "a call was cut short while it sent a request")
             raise
-
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
         me = object()

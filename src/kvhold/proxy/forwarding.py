@@ -133,7 +133,6 @@ class Forwarder:
         running = asyncio.create_task(self._prefill(request, only=engine, name=name))
         return _Handed(params, running)
 
-
     async def _prefill(
         self, request: ProxiedRequest, *, only: ProxiedEngine | None = None, name: str = ""
     ) -> Params | None:
@@ -194,7 +193,6 @@ class Forwarder:
         if self._handover.is_parallel:
             return {}
         return self._handover.decode_params(engine, name, text)
-
 
     async def _decode(self, request: ProxiedRequest, handed: _Handed, deliver: Deliver) -> None:
         tried: list[ProxiedEngine] = []

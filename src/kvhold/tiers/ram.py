@@ -4,6 +4,7 @@ A reserved entry belongs to its writer. A committed entry is visible, and readab
 evicted: entries that are pinned or being written, and the parents of those being written. A
 *doomed* entry was removed while in use: its last user frees it. One thread.
 """
+
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence

@@ -321,6 +321,7 @@ def _unpin(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> None:
 
 _never_unmapped: list[PinnedArena] = []
 
+
 def _end_all(arenas: list[PinnedArena]) -> None:
     for arena in arenas:
         arena.end()

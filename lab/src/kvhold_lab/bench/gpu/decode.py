@@ -199,7 +199,7 @@ class RepeatedCopies:
     def __init__(self, copier: Copier, sample: CopySample, verb: Verb) -> None:
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")
-# The next step waits until a store is submitted.
+        # The next step waits until a store is submitted.
         self._settler = ThreadPoolExecutor(1) if verb == "stores" else self._worker
         self._running: list[_Running] = []
         with sample.reserve() as reservation:

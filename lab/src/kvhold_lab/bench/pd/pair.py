@@ -168,7 +168,6 @@ class PdPair:
             engine.is_running for engine in engines.values()
         )
 
-
     def kill(self, role: Role) -> None:
         """The first engine."""
         self._engines[role][1].kill()
@@ -203,7 +202,6 @@ class PdPair:
     def kill_node(self) -> None:
         """That of the prefill engines."""
         os.kill(self._status("prefill")["pid"], signal.SIGKILL)
-
 
     def await_prefill(self) -> bool:
         """Wait until the prefill engine computes. False: it does not begin."""
