@@ -91,7 +91,6 @@ def is_short(num_keys: int) -> bool:
 
 
 def unless_short(num_keys: int, turns: Turns[Result]) -> Turns[Result]:
-    """Take a call's steps, or a short call as one step."""
     return finish(turns) if is_short(num_keys) else (yield from turns)
 
 

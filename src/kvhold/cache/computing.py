@@ -1,10 +1,5 @@
 """The chunks that engines compute now, and the lookups that wait.
 
-    is_announced = computing.announce(owner, number, query, layout, hit_tokens, intent)
-    wait = computing.begin_wait(owner, query, layout, hit_tokens, intent)
-    computing.end_of(wait)       # None while it lasts
-    computing.withdraw(owner, number)
-
 An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
 withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
 counts as stored when memory has it for every shard and every group with full attention. No I/O.
@@ -33,12 +28,9 @@ _LATE = 1.5  # promises and estimates may be off by this factor
 class WaitEnd(StrEnum):
     """Why a wait ended.
 
-    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: they did not
-    come when promised. SLOWER: computing the rest here is faster. CUT_SHORT: the caller waits no
-    more.
-
-    Of a handover, DEADLINE: it took too long. ANNOUNCED, NOT_ANNOUNCED: the awaited announcement or
-    its first chunk came, or neither
+    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: later than
+    promised. SLOWER: computing the rest is faster. CUT_SHORT: the caller waits no more. Of a
+    handover also DEADLINE, and ANNOUNCED or NOT_ANNOUNCED.
     """
 
     STORED = "stored"
@@ -81,7 +73,6 @@ class Announcement:
     is_withdrawn: bool = False
 
     def promised_s(self, cost: ComputeCost, last: int) -> float:
-        """Return the seconds until the tokens before `last` are stored."""
         step, begin = cost.step_tokens, self.start_tokens
         end = min(begin + -(-(last - begin) // step) * step, self.cost.num_tokens)
         return prefill_s(cost, begin, max(end, last)) + _copy_s(cost, last - begin, self)
@@ -283,7 +274,6 @@ class Computing:
     def _expect(
         self, query: Query, layout: Layout, hit_tokens: int, handover: HandoverWait
     ) -> AnnouncementWait | None:
-        """Begin to wait for an announcement of the chunk after a hit."""
         grace_s = min(handover.grace_s, handover.timeout_s)
         if not grace_s:
             return None
@@ -407,7 +397,6 @@ class Computing:
         return self._clock() > self._due_s(announcement, cost, following.end) + allowed_s
 
     def _due_s(self, announcement: Announcement, cost: ComputeCost, last: int) -> float:
-        """Return when the tokens before `last` are due, at the engine's present pace."""
         cost = _speed(announcement.cost, cost)
         done_s = (
             announcement.promised_s(cost, announcement.done_tokens)
@@ -427,7 +416,6 @@ class Computing:
         return self.expected_s(wait) + loading_s + _rest_s(cost, end)
 
     def _alone_s(self, wait: Wait, hit_tokens: int) -> float:
-        """The same without them."""
         cost = wait.cost
         begin = cost.computed_tokens
         loading_s = (

@@ -1,6 +1,4 @@
-"""The latest admissions to memory and removals, as numbered events. Numbers begin at a random
-value.
-"""
+"""The latest changes of memory, as numbered events. Numbers begin at a random value."""
 
 from collections.abc import Iterable
 from secrets import randbits

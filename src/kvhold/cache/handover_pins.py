@@ -1,16 +1,8 @@
 """Keeps the chunks of handed-over prompts in memory until another engine reads them.
 
-    pins.begin(owner, query, layout, intent)    # a lookup with `ComputeIntent.keep_s`
-    pins.stored(entry), pins.removed(entry)     # changes of memory
-    pins.read(query)                            # the other engine has its hit, which pins it
-    pins.sent(key)                              # or its host has got the last chunk
-    pins.expire()                               # before an eviction
-
-A prompt is kept until the other engine's lookup is answered, or its host has read the last whole
-chunk, or until `keep_s` after the last chunk was stored. It also ends when its owner leaves, and
-when it is cleared. Kept prompts get at most a quarter of memory, and of a namespace's quota; chunks
-beyond are cache like any other. Since a chunk protects those before it from eviction, the first
-chunks of a prompt are kept. No I/O.
+A prompt is kept until the other engine's lookup is answered, until its host has read the last whole
+chunk, or until `keep_s` after the last chunk was stored. It also ends with its owner, and when it
+is cleared. The first chunks are kept, up to a quarter of memory and of a namespace's quota. No I/O.
 """
 
 from collections.abc import Callable, Hashable
@@ -37,8 +29,7 @@ _SHARE = 4  # a quarter
 class HandoverEnd(StrEnum):
     """Why a prompt is not kept any more.
 
-    READ: the other engine, or its host, has it. DEADLINE: it did not come in time. REPEATED: the
-    request was looked up again. OWNER_LEFT: the engine that handed it over. CLEARED: its namespace.
+    READ: by the other engine, or its host. REPEATED: the request was looked up again.
     """
 
     READ = "read"
@@ -95,7 +86,6 @@ class HandoverPins:
         return [entry for entries in self._kept.values() for entry in entries.values()]
 
     def begin(self, owner: Hashable, query: Query, layout: Layout, intent: ComputeIntent) -> None:
-        """Keep a prompt's chunks: those that are in memory, and those that will be stored."""
         if not intent.keep_s > 0:  # NaN, too
             return
         self.expire()
@@ -157,7 +147,7 @@ class HandoverPins:
                 return
 
     def sent(self, key: bytes) -> None:
-        """Another host reads a chunk. With the last one, it has the prompt."""
+        """Another host reads a chunk."""
         if (prompts := self._by_last.get(key[:NAME_BYTES])) is None:
             return
         prompt = next(iter(prompts))
@@ -188,7 +178,6 @@ class HandoverPins:
         return [prompt for held in self._by_owner.values() for prompt in held.values()]
 
     def _names(self, owner: Hashable, query: Query, layout: Layout) -> list[bytes]:
-        """Return the names to keep: whole chunks, and the tail; empty: none."""
         held = self._by_owner.get(owner, {})
         num_keys = len(layout.groups) * query.shards
         left = _MOST_CHUNKS - sum(len(prompt.names) for prompt in held.values())
@@ -275,7 +264,6 @@ def _suffixes(query: Query, layout: Layout, *, only_full: bool = False) -> list[
 
 
 def _name_bytes(query: Query, layout: Layout) -> int:
-    """Return the memory of a whole chunk, of all groups and shards."""
     size = layout.tokens_per_chunk
     sizes = [layout.chunk_bytes(group, size) for group in range(len(layout.groups))]
     return query.shards * sum(map(size_class, sizes))

@@ -202,7 +202,7 @@ class Leases:
         return ClaimAnswer(lease, offsets, num_tokens, [bytes(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
-        """A wrong report costs a miss."""
+        """A wrong report only costs a miss."""
         reported = set(offsets)
         self.remove_damaged(
             [entry for entry in self._of(owner).leases.get(lease, []) if entry.offset in reported],
@@ -246,7 +246,7 @@ class Leases:
     ) -> Turns[Grant]:
         """Reserve memory up to the first chunk that does not fit.
 
-        groups: `[group][chunk]`, one byte each; 0: do not reserve. None: reserve all
+        groups: `[group][chunk]`, one byte each; 0: do not reserve. None: all
         """
         held, number = self._of(owner), next(self._numbers)
         reservation = ReservedChunks(layout, store_options, {}, held.numa_node)

@@ -258,7 +258,7 @@ class LocalCache(WholePrompts):
             }
 
     def close(self) -> None:
-        """Write queued chunks for at most `drain_timeout_s`, then free everything. Idempotent."""
+        """Write queued chunks for at most `drain_timeout_s`, then free all. Idempotent."""
         self._toucher.stop()
         self._scrubber.stop()
         with self._lock:

@@ -218,7 +218,7 @@ class Lookups:
         self._has_news = True
 
     def _look_up(self, asked: _Asked) -> Turns[Found]:
-        """A short lookup is one step until its chunks are pinned, so they need not be held."""
+        """A short lookup is one step until its chunks are pinned."""
         missing, notes_use = None, self._ram.policy.learns
         for _ in range(_LOOKUP_ATTEMPTS):
             num_clears = self._ram.num_clears
@@ -277,7 +277,6 @@ class Lookups:
     def _search(
         self, looked: _Looked, wait: Wait | AnnouncementWait | None = None
     ) -> Turns[Found | None]:
-        """Begin a search, which begins with the wait if there is one."""
         number, asked = looked.number, looked.asked
         self._leases.promise(asked.owner, number)
         yield from self._searches.begin_turns(number, asked.search(wait), looked.prefix)
@@ -310,7 +309,7 @@ class Lookups:
         return answer
 
     def _end_handover(self, query: Query, intent: ComputeIntent | None) -> None:
-        """A decode engine's hit now pins what was handed over to it; or it asks no more."""
+        """A decode engine's hit now pins the chunks; or it asks no more."""
         if intent is not None and intent.handover is not None:
             self._handovers.read(query)
 

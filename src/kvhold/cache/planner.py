@@ -150,7 +150,7 @@ class Planner:
         return costs[0] if costs is not None else 0.0
 
     def plan(self, number: int, cost: ComputeCost, layout: Layout, found: ChunkPlaces) -> LoadPlan:
-        """First requests are limited to a few times the largest read so far."""
+        """First requests are limited by the largest read so far."""
         options = self._options_here(cost, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),
@@ -381,9 +381,7 @@ class Planner:
         found: ChunkPlaces,
         waits: Mapping[int, "np.ndarray[Any, Any]"],
     ) -> LoadOptions:
-        """Return one option per chunk end beyond the hit in memory; without full attention in each
-        group, only the whole hit.
-        """
+        """One option per chunk end beyond the hit in memory, or only the whole hit."""
         size, count = layout.tokens_per_chunk, found.extent.chunks
         ends = np.arange(1, count + 1) * size
         if count:

@@ -1,7 +1,7 @@
 """Reserves memory for missing chunks. A writer fills it, then commits or abandons it.
 
-After `stalled_after_s`, another writer may reserve the same chunks in other memory; the first one's
-late commit is ignored. So memory never has two owners, and a key never two entries. No I/O.
+After `stalled_after_s`, another writer may reserve the same chunks in other memory; a late commit
+is ignored. No I/O.
 """
 
 import time
@@ -181,8 +181,7 @@ class Reservations:
     def commit_turns(
         self, reservation: ReservedChunks, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
-        """Make chunks visible, the last first, so eviction by age never takes a prefix before its
-        continuation.
+        """Make chunks visible, the last first: eviction by age never takes a prefix first.
 
         checksums: `checksums.BYTES` bytes per chunk, granted group and layer; None: keep none
 

@@ -1,7 +1,4 @@
-"""Compares idle chunks in memory with their checksums, to find damage before readers do.
-
-A thread pins and hashes a few chunks at a time.
-"""
+"""Compares idle chunks in memory with their checksums, a few at a time, in a thread."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,7 @@
 """The cache as a state machine: calls and events in, answers and commands out. No I/O, no locks.
 
-`lookup.py` and `leases.py` decide, `index/` finds chunks in memory, `transfer/` moves them to and
-from tiers. `LocalCache` drives the state under a lock, the node from its loop. A call `x_turns` is
-the call `x` in steps.
+`LocalCache` drives it under a lock, the node from its loop. A call `x_turns` is the call `x` in
+steps.
 """
 
 import time
@@ -288,7 +287,7 @@ class CacheState:
     def clear(self, namespace: bytes | None, *, at_ns: int = 0) -> int:
         """Return the number of removed chunks in RAM. namespace: None: all
 
-        at_ns: time of another host's clear, repeated unless there was one since; 0: this host's own
+        at_ns: time of another host's clear, repeated unless there was one since; 0: own clear
         """
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError(
@@ -322,9 +321,7 @@ class CacheState:
         return len(self._chores) > 0
 
     def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
-        """Return the last event's number and RAM's entries. Later events report changes made during
-        the scan.
-        """
+        """Return the last event's number and RAM's entries. Later changes are in later events."""
         return self._changes.log.last, self.ram.parts()
 
     def watch_chunks(self, tell: Callable[[str, Entry], None]) -> None:
@@ -336,9 +333,7 @@ class CacheState:
         return self.reencodings.layout_of(key[:NAMESPACE_BYTES])
 
     def hold_for_peer(self, keys: Sequence[bytes]) -> list[tuple[Entry, Layout] | None]:
-        """`ram.unpin_all` ends the hold. The chunks do not count as used: the other node has them
-        from then on.
-        """
+        """`ram.unpin_all` ends the hold. The chunks do not count as used."""
         held: list[tuple[Entry, Layout] | None] = []
         for key in keys:
             entry, layout = self.ram.find(key), self.layout_of(key)
@@ -384,8 +379,6 @@ class CacheState:
     def take_commands(self) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands
-
-    # from the tier worker
 
     def probed(
         self,

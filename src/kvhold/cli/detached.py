@@ -1,7 +1,6 @@
 """`kvhold serve --detach`: the node continues in the background.
 
-If it cannot start, the caller's process prints the end of the log and ends with the node's exit
-status.
+If it cannot start, the caller prints the end of the log and ends with the node's exit status.
 """
 
 import logging
@@ -29,7 +28,7 @@ _MOST_BYTES = 4096  # of the ready line
 
 
 def default_log(config: Config) -> Path:
-    """Return a file in the folder of the node's socket; for a central cache, of the default socket.
+    """Return a file in the folder of the socket (of a central cache: the default one).
 
     Raises NodeError.
     """

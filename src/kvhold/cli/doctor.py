@@ -1,8 +1,4 @@
-"""`kvhold doctor`.
-
-In each tier, a test chunk is put, probed, read whole and in part, checked and deleted. Each peer is
-logged in to.
-"""
+"""`kvhold doctor` puts, probes, reads, checks and deletes a test chunk in each tier."""
 
 import asyncio
 import json

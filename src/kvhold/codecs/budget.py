@@ -1,7 +1,6 @@
-"""Choose a chunk's codec: the tier's, or another one to meet the request's options.
+"""Choose a chunk's codec: the tier's, or a more exact one within the request's options.
 
-If a codec's error bound exceeds `max_error`, the frame's actual error is measured. `lossless`
-encodes the chunk if no other codec can.
+If a codec's error bound exceeds `max_error`, the frame's actual error is measured.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """cachegen: coarse bins, coded with probabilities by channel and token (docs/codecs.md).
 
-After CacheGen (Liu et al., SIGCOMM 2024), but a channel has one step (bin width) for all tokens.
+After CacheGen, but a channel has one step (bin width) for all tokens.
 """
 
 from dataclasses import dataclass

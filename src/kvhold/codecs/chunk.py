@@ -83,7 +83,7 @@ def frame_chunk(
     out:       at least `max_frame_bytes`; without it raw copies nothing
     align:     of the payload's start, a multiple of 8; direct I/O needs 4096
 
-    Raises LayoutError if the layout or the codec rejects the chunk, ValueError if `out` is short.
+    Raises LayoutError if layout or codec reject the chunk, ValueError if `out` is short.
     """
     group = group_of(key, layout)
     layout.check_tokens(num_tokens)

@@ -171,7 +171,7 @@ def read_size(prefix: Buffer) -> FrameSize:
 
 
 def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
-    """buffer: the whole header; later bytes are ignored
+    """buffer: the whole header, at least
     frame_bytes: the frame's size, if known, to detect a truncated or padded frame
 
     Raises FrameError.

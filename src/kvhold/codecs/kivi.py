@@ -1,7 +1,6 @@
-"""KIVI: 4 or 2 bits per element, between the least and the largest of its group.
+"""KIVI: 4 or 2 bits per element, between the least and the largest of its group (docs/codecs.md).
 
-After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). Error
-bounds: docs/codecs.md.
+After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024).
 """
 
 from typing import ClassVar

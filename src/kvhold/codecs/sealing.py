@@ -1,7 +1,7 @@
 """Encrypted frames (AES-256-GCM): a tier cannot read chunks, nor swap or alter them unnoticed.
 
-Each frame has its own key (docs/format.md), bound to chunk and tenant. A tenant's first key seals;
-all its keys unseal. Any thread; the GIL is released.
+Each frame has its own key (docs/format.md). A tenant's first key seals; all its keys unseal. Any
+thread; the GIL is released.
 """
 
 import base64

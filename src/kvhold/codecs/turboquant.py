@@ -1,7 +1,6 @@
 """turboquant4: 4 bits per channel of a randomly rotated vector (docs/codecs.md).
 
-After Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate"
-(2025), with a Hadamard matrix and random signs.
+After Zandieh et al., "TurboQuant" (2025), with a Hadamard matrix and random signs.
 """
 
 from collections.abc import Iterator

@@ -7,9 +7,8 @@
         gather(..., reservation.chunks(group=0))
         reservation.commit()                          # visible now; the rest is released
 
-A hit, a lease or a reservation ends with its `with`, or with the holder's connection. Other
-processes may claim leases with a ticket. An *arriving* hit may grow while lower tiers are read; a
-settled hit is final.
+A hit, a lease or a reservation ends with its `with`, or with the holder's connection. An
+*arriving* hit may grow while lower tiers are read; a settled hit is final.
 
 Any thread. A miss is a shorter hit. A fault or a missed deadline raises a `KVHoldError` and leaves
 nothing behind.
@@ -156,8 +155,7 @@ class Hit(Holding):
     def take_announcement(self) -> Holding | None:
         """Return the announcement that the caller computes the missing chunks, or None.
 
-        Close it after computing. Chunks that are being written stay announced. It ends with the
-        hit, unless taken.
+        Close it after computing. Unless taken, it ends with the hit.
         """
         if not self._found.announcement or self._give_back is None or not self._is_announced:
             return None
@@ -293,9 +291,9 @@ class Cache(Protocol):
 
         cost:        of the caller's computing. The hit's length then gives the earliest first token
         have_tokens: the caller's own. If no tier has more, nothing is loaded
-        uses:        which chunks count as used; see `Uses`
+        uses:        which chunks count as used
         intent:      see `Hit.waits` and `Hit.take_announcement`
-        wait_s:      for chunks of lower tiers. None: as configured. 0: the hit may be arriving
+        wait_s:      for lower tiers. None: as configured. 0: the hit may be arriving
         """
 
     def report_timing(
@@ -333,8 +331,7 @@ class Cache(Protocol):
 
         None: the ticket is unknown, or its hit is closed. Each lease has its own pins.
 
-        arriving: lease the whole chunks that have arrived so far. Otherwise the claim settles the
-                  hit
+        arriving: lease the whole chunks that have arrived so far; else the claim settles the hit
         """
 
     def reserve(
@@ -378,18 +375,18 @@ class Cache(Protocol):
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Reencoding:
-        """Re-encode the stored chunks of a tier, in the background, online, one call after another.
+        """Re-encode the stored chunks of a tier, in the background, one call after another.
 
         namespace: only its chunks (digest). None: of all that were registered or stored to since
-                   the start
+            the start
         query: only the chunks of this prompt
 
         `lossless` replaces a lossy codec where the namespace allows no loss. A lossy codec never
         re-encodes a chunk of another one.
 
-        Raises ConfigError (NodeError from a node) for an unknown tier or codec, for a tier that is
-        read only or cannot replace values, and for an unknown namespace, unless the codec is `raw`
-        or `lossless` and the tier is not encrypted.
+        Raises ConfigError (NodeError from a node) for an unknown tier or codec, for a tier that
+        cannot replace values, and for an unknown namespace, unless the codec is `raw` or `lossless`
+        and the tier is not encrypted.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:

@@ -63,8 +63,7 @@ class WholePrompts:
         kv: for each group [layers, planes, tokens, heads, head_dim], with all tokens of the prompt
 
         Fewer tokens are written if memory is full or another writer has reserved them. Raises
-        LayoutError for arrays that do not fit, and for layouts with several shards or an engine's
-        packing.
+        LayoutError for unfit arrays, several shards, or an engine's packing.
         """
         layout = prompt.namespace.layout
         _check(prompt, layout)

@@ -442,7 +442,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_kubernetes(variable: str, text: str) -> bool:
-    """A misspelt `KVHOLD_LISTEN_PORT=7710` is reported."""
+    """Others, such as a misspelt `KVHOLD_LISTEN_PORT=7710`, are reported."""
     return any(name.fullmatch(variable) and value.fullmatch(text) for name, value in _KUBERNETES)
 
 

@@ -1,7 +1,7 @@
 """Learn costs from times: seconds = the sum of cost * quantity.
 
-The fit minimises relative errors, because of stalls. Three measurements in a row that are far off
-to one side replace older ones. Any thread.
+The fit minimises relative errors. Three measurements in a row that are far off to one side replace
+older ones. Any thread.
 """
 
 import threading

@@ -76,8 +76,8 @@ class Holding:
 class Lease(Holding):
     """The bytes of one shard's part of a hit. Read only.
 
-    They do not move until the lease is closed. A copy by `memory.copy` compares checksums. A direct
-    reader of the buffer must call `verify` after reading, before using the bytes.
+    They do not move until the lease is closed. A copy by `memory.copy` compares checksums; a direct
+    reader must call `verify` before using the bytes.
     """
 
     def __init__(

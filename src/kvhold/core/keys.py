@@ -3,7 +3,7 @@
     Namespace(model="llama", layout=layout).prompt(tokens).chunk_key(0)    # 40 bytes
 
 A key has the namespace's digest, a chained hash of all tokens up to the chunk's end, the group and
-the shard. The hash is blake2b with 160 bits, salted with the namespace (RFC 7693; docs/format.md).
+the shard (docs/format.md).
 """
 
 from abc import ABC, abstractmethod
@@ -406,7 +406,7 @@ class Prompt(_Text):
         return super().tails
 
     def until(self, num_tokens: int) -> "Prompt":
-        """Cut the prompt. A cut insert is still hashed with its full length."""
+        """Cut the prompt. Cut inserts are hashed whole."""
         assert 0 <= num_tokens <= self.num_tokens, "a prompt can only be cut"
         return replace(self, tokens=self.tokens[:num_tokens])
 

@@ -62,11 +62,11 @@ class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
 class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
     """What the caller of a lookup does about missing chunks.
 
-    waits:     it may wait for chunks that another engine computes now, if this is faster
-    announces: it will compute and store them now, so others may wait for them
+    waits:     it may wait for another engine's computing, if this is faster
+    announces: it will compute and store them now, so others may wait
     handover:  another engine computes them for it
-    keep_s:    it hands the prompt over: memory keeps the chunks until another engine has read them,
-               or for this time after the last one was stored; 0: it does not
+    keep_s:    memory keeps the prompt until another engine has read it, or for this time after the
+               last chunk was stored; 0: it is not handed over
     """
 
     cost: ComputeCost

@@ -1,7 +1,4 @@
-"""Compare an engine's requirements with the node, at each joining.
-
-No secrets: URLs have no passwords, and keys are digests. No I/O, no state.
-"""
+"""Compare an engine's requirements with the node, without secrets. No I/O, no state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Rules: how a request may use the cache, from the settings and from the request.
 
-A request may ask for less than the settings allow, but may not change a configured tenant. Errors
-quote only the beginning of its values.
+A request may ask for less than the settings allow, but for no other tenant.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,9 +1,4 @@
-"""One setting: the field that declares it, and its value from text.
-
-max_bytes: int = size(0, "how much it may hold")  # in a frozen dataclass
-
-config = apply(MemoryConfig(), {"max_bytes": "5GiB"}, source="settings.toml")
-"""
+"""One setting: the field that declares it, and its value from text."""
 
 from collections.abc import Mapping
 from dataclasses import field, fields, is_dataclass

@@ -28,7 +28,7 @@ class HeldStatus(TypedDict):
 
 
 class WriteBehindStatus(TypedDict):
-    """Chunks that wait to be written to tiers, or are being written.
+    """Chunks waiting to be written to tiers, or being written.
 
     chunks: their number
     bytes:  their bytes in memory
@@ -57,24 +57,24 @@ class FollowedPeerStatus(TypedDict):
     address:            as in the tier's URL or in the directory
     name:               its host; empty: unknown
     state:              following, paused, away, refused, connecting, itself or elsewhere
-    cause:              why it is paused, away or refused, in one word; else empty
-    by_bus:             its changes come over the bus
+    cause:              of paused, away or refused, in one word; else empty
+    by_bus:             changes come over the bus
     channel:            of its chunks in memory: tcp or nixl
     channel_reason:     why not nixl; empty: it is
     nixl_bytes:         bytes that came by NIXL
-    state_s:            seconds in this state
-    incarnation:        random number of its start; 0: unknown
+    state_s:            seconds in it
+    incarnation:        random, of its start; 0: unknown
     version:            of kvhold; empty: unknown
-    chunks:             its chunks in the index
+    chunks:             in the index
     events:             its changes
     events_per_s:       changes a second
     loads:              gets from it
     loads_per_s:        gets a second
-    loaded_chunks:      chunks that it sent
-    loaded_bytes:       bytes of their frames
+    loaded_chunks:      chunks sent
+    loaded_bytes:       of their frames
     loaded_bytes_per_s: bytes a second
-    absent_chunks:      wanted chunks that it had evicted
-    last_load_s:        seconds of the last answered get; null: none
+    absent_chunks:      wanted, but evicted
+    last_load_s:        of the last answered get; null: none
     median_load_s:      of the last 64; null: none
     last_fault:         empty: none
     last_fault_ago_s:   seconds since then; null: none
@@ -110,13 +110,13 @@ class FollowedPeersStatus(TypedDict):
     """The peers of a tier.
 
     directory:   source of the list; empty: the tier's URL
-    list_age_s:  seconds since it was read; null: never, or it is in the URL
+    list_age_s:  since it was read; null: never, or in the URL
     list_fault:  of the latest read; empty: none
     registered:  this node's address in the directory; empty: none
     bus:         of changes; empty: a connection to each peer
-    bus_fault:   why it cannot be read; empty: it can
+    bus_fault:   empty: none
     bus_ignored: ignored records: forged, damaged, or of unknown nodes
-    chunks:      chunks in the index of all peers
+    chunks:      in the index
     peers:       by number
     """
 
@@ -134,7 +134,7 @@ class FollowedPeersStatus(TypedDict):
 class TierPeersStatus(TypedDict, total=False):
     """The peers of a tier. Absent in other tiers.
 
-    followed_peers: other nodes that the tier reads
+    followed_peers: the nodes that it reads
     """
 
     followed_peers: FollowedPeersStatus
@@ -145,16 +145,16 @@ class TierStatus(TierPeersStatus):
 
     name:           unique in its cache
     kind:           such as `disk`
-    available:      in use; false: skipped after faults, until it answers again
+    available:      false: skipped after faults, until it answers
     last_fault:     empty: none
-    stuck_calls:    abandoned calls that still hold memory
+    stuck_calls:    abandoned, but still hold memory
     durable:        its chunks outlive a killed process
-    shared:         other processes may read, write and delete its chunks
+    shared:         others may read, write and delete its chunks
     replaces:       can be re-encoded
     read_only:      never written to
     pending_clears: clears that are not done yet
-    used_bytes:     bytes of its chunks; null: unknown
-    index_bytes:    bytes of its index in memory; null: it has none
+    used_bytes:     null: unknown
+    index_bytes:    of its index; null: none
     """
 
     name: str
@@ -172,7 +172,7 @@ class TierStatus(TierPeersStatus):
 
 
 class CacheTierStatus(TierStatus):
-    """One tier of a cache, which encodes chunks. A central store does not.
+    """One tier of a cache, which encodes chunks.
 
     codec:       codec of new chunks
     codec_ready: the codec is compiled
@@ -204,11 +204,11 @@ class StateStatus(TypedDict):
     pinned_chunks:    held by hits, leases or transfers
     clearing_chunks:  cleared, memory not yet free
     arriving_chunks:  being read from tiers
-    announced_chunks: whole chunks that engines compute, not stored yet
-    handover_chunks:  pinned until another engine has read them, or their deadline passes
+    announced_chunks: whole chunks that engines compute
+    handover_chunks:  pinned for another engine
     reencodings:      running and waiting re-encodings
     write_behind:     chunks on their way to tiers
-    namespaces:       arena bytes in use, by the digest of their namespace
+    namespaces:       arena bytes in use, by digest
     held:             holdings of callers
     counters:         metrics of the cache, and of its node
     """
@@ -231,7 +231,7 @@ class StateStatus(TypedDict):
 class CacheStatus(StateStatus, TiersStatus):
     """A cache, in this process or in a node.
 
-    arena_touched_bytes: arena bytes that are faulted in
+    arena_touched_bytes: faulted in
     scrub:               scrubber of memory
     """
 
@@ -257,7 +257,7 @@ class ClientStatus(TypedDict):
 
     name:     such as `vllm` or `kvhold status`
     pid:      of its process
-    silent_s: seconds since its latest message
+    silent_s: since its latest message
     """
 
     name: str
@@ -271,11 +271,11 @@ class ServedPeerStatus(TypedDict):
     address:         with its port if it serves peers, too; `others`: beyond 32 peers
     name:            its host; empty: unknown
     connections:     0: it has left
-    follows:         it receives the changes of this node
+    follows:         it receives changes
     state_s:         seconds since it came, or left
-    chunks:          chunks sent
-    absent_chunks:   chunks that it asked for in vain
-    bytes:           bytes of their frames
+    chunks:          sent
+    absent_chunks:   asked for in vain
+    bytes:           of sent frames
     bytes_per_s:     in the last minute
     in_flight_bytes: being sent
     """
@@ -311,15 +311,15 @@ class ServedPeersStatus(TypedDict):
     """The service for other nodes.
 
     address:         where the node listens
-    channel:         nixl: the node offers it beside TCP; or tcp
+    channel:         nixl: offered beside TCP; or tcp
     channel_reason:  why not nixl; empty: it is
     incarnation:     random number of this start
     connections:     of other nodes
-    chunks:          that other nodes can find here
+    chunks:          findable here
     index_bytes:     of their index
     in_flight_bytes: being sent
-    peers:           nodes that read here, or have read
-    refused:         at most 16 hosts, the latest first
+    peers:           present and former
+    refused:         the latest 16 hosts
     counters:        metrics of the service
     """
 
@@ -337,7 +337,7 @@ class ServedPeersStatus(TypedDict):
 
 
 class NodePeersStatus(TypedDict, total=False):
-    """The service of a node for other nodes. Absent without `peers.listen`.
+    """Absent without `peers.listen`.
 
     served_peers: the service
     """
@@ -349,7 +349,7 @@ class NodeStatus(CacheStatus, NodePeersStatus):
     """A node.
 
     version:        of kvhold
-    protocol:       version of the protocol between nodes and clients
+    protocol:       its version, between nodes and clients
     pid:            of its process
     socket:         its path
     uptime_s:       seconds since its start
@@ -376,7 +376,7 @@ class CentralStatus(TypedDict):
     arena_bytes:   size of the arena
     used_bytes:    arena bytes in use
     values:        in memory
-    writing_bytes: of values that are being written to tiers
+    writing_bytes: being written to tiers
     tiers:         in their order
     counters:      metrics of the store and its tiers
     """

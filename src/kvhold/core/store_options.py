@@ -15,8 +15,7 @@ class StoreOptions:
 
     max_error: the most |decoded - original| over the largest |original| of a layer. None: as the
                codec states; 0: no loss
-    max_bits:  the most bits per element of a lossy codec, on average; else a stronger codec is
-               tried within max_error
+    max_bits:  the most bits per element of a lossy codec, on average, within max_error
     tenant:    owner of the encryption key; "": the common key
     """
 

@@ -1,8 +1,8 @@
 """Identify weights by their content, equally on every host.
 
-Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits: against
-accidents, not forgery). Digests are kept in the user's cache folder, by path, size, times and
-inode, and count only if undamaged and this user's.
+Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits). Digests are
+kept in the user's cache folder, by path, size, times and inode, and count only if undamaged and
+this user's.
 """
 
 import logging
@@ -222,7 +222,6 @@ def _check(state: bytes, digest: str) -> str:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Denies other users access."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

@@ -120,8 +120,8 @@ def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
 
     counts: [kinds, REACH + 2]
 
-    Returns uint8 [kinds], the number of frequencies, and uint16 [kinds, REACH + 1], the frequency
-    of 0, of 1 and -1 each, ...
+    Returns uint8 [kinds], the number of frequencies, and uint16 [kinds, REACH + 1], each for a
+    magnitude and its negative.
     """
     assert counts.shape[1] == REACH + 2 and scale >= 4 * (REACH + 1)
     lengths, found = (

@@ -116,8 +116,8 @@ def _arena(plan: Plan) -> int:
 def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
     """All tables, int64, and the number of tiles. Uploaded once per stream.
 
-    Per run: arena address, plane stride, view offset, words. Per tile: its run, its number in the
-    run. Per layer and plane: its address.
+    Per run: arena address, plane stride, view offset, words. Per tile: its run and number. Per
+    layer and plane: its address.
     """
     view = plan.view
     on_host = view.device == "cpu"

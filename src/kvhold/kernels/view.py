@@ -2,9 +2,7 @@
 
 A *row* is the memory of one slot: one token of one plane (canonical packing), or one whole block
 (opaque packing). It lies at `table[layer, plane] + (slot // rows_per_block) * block_stride + (slot
-% rows_per_block) * row_stride`.
-
-A view keeps the engine's tensors alive. It is invalid once the engine moves them.
+% rows_per_block) * row_stride`. A view keeps the engine's tensors alive.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,9 @@
 """Copies between an engine's blocks and the arena. On a device, the caller keeps four rules:
 
 - Give each copy the mark of the work that computed or last used its blocks.
-- Write the blocks again only after a `fence`. It delays the device, not the thread.
+- Write the blocks again only after a `fence`, which delays the device.
 - Gather a chunk whole, or in parts: a device takes the checksum of a whole copy.
-- Commit a reservation, and close a lease, after `wait`; after a DeviceError never: the device may
-  still use the arena.
+- Commit a reservation, and close a lease, after `wait`; after a DeviceError never.
 
 The engine's thread calls `mark` and `fence`, any thread the other methods.
 """

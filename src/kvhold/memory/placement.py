@@ -134,7 +134,7 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 def place_own_threads(cores: str = "") -> None:
     """Move kvhold's threads off the engine's cores, but near its memory, if it binds threads.
 
-    Later threads need another call. cores: a list such as "8-15"; "inherit": change nothing
+    cores: a list such as "8-15"; "inherit": change nothing
     """
     if cores == "inherit":
         return
@@ -168,7 +168,7 @@ def _place(native_id: int, cores: str, spun: set[int]) -> None:
 
 
 def _free_cores(allowed: set[int], spun: set[int]) -> set[int]:
-    """Prefers cores near the spinning threads. If none is free, returns all allowed ones."""
+    """Prefers cores near the spinning threads."""
     free = allowed - spun
     near = {core for core in free if _nodes_of([core]) & _nodes_of(spun)}
     return near or free or allowed

@@ -1,7 +1,4 @@
-"""Check at start that copies are ordered with the engine's own work.
-
-The check delays a stream. A copy that waits for it must be right, one that does not must be wrong.
-"""
+"""Check at start, by a delayed stream, that copies are ordered with the engine's own work."""
 
 from collections.abc import Callable
 from typing import Protocol

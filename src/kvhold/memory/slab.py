@@ -95,8 +95,7 @@ class SlabAllocator:
 class ZonedSlabs:
     """Allocates in equal parts of the range (zones), such as the memory of NUMA nodes.
 
-    If the wanted zone is full, another is used only if enough of all bytes is free. Otherwise
-    allocation fails, so that the caller evicts more.
+    If the wanted zone is full, another is used only if enough of all bytes is free.
     """
 
     def __init__(self, capacity: int, zones: int) -> None:

@@ -1,10 +1,5 @@
 """An engine's arrangement of a group's KV, checked against the layout.
 
-    # vLLM NHD; HND: "... head token dim"
-    view = per_layer(group, kv_caches, axes="plane block token head dim")
-    # SGLang
-    view = separate_pools(group, [k_pools, v_pools], axes="slot head dim", tokens_per_block=1)
-
 Axes may have any order and strides, but `dim` must be contiguous. `slot` is blocks and tokens in
 one axis. An axis with one entry may be missing (MLA). Elements have the group's dtype, or are
 unsigned integers of that width.

@@ -63,8 +63,7 @@ class ValueSizes(CentralMessage, frozen=True):
 class Put(CentralMessage, frozen=True):
     """Store values, whose bytes follow. -> Stored
 
-    ttl_s: infinity, or above MAX_TTL_S: never expires, not even in lower tiers; None: by the tiers'
-        settings
+    ttl_s: above MAX_TTL_S: never expires; None: by the tiers' settings
     """
 
     keys: bytes

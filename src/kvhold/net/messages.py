@@ -1,11 +1,9 @@
 """The records of the node's protocol.
 
 A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has its
-request's number; 0 marks News and fatal refusals. `->` names the answer, which is Done if not
-named.
+request's number; 0 marks News and fatal refusals. `->` names the answer; else it is Done.
 
-After a fatal Refused the node closes the connection. A client that holds memory closes it itself,
-once it no longer uses the memory.
+After a fatal Refused the node closes the connection. A client that holds memory closes it itself.
 """
 
 from typing import Annotated, Any, Union
@@ -86,8 +84,8 @@ class LookupAnswer(Message, frozen=True):
 
     arriving:     it may still grow; ask again with Refresh
     waits:        because another engine computes missing chunks
-    announcement: of missing chunks that the client computes and must release; the ticket's number
-        if there is one; 0: none
+    announcement: of missing chunks that the client computes, to be released; the ticket's number
+                  if there is one; 0: none
     """
 
     ticket: int
@@ -361,7 +359,7 @@ class Clients(Message, frozen=True):
 
 
 class UseDevice(Message, frozen=True):
-    """A device copies for this client: its memory is taken back after its process has ended or sent
+    """A device copies for this client: its memory is kept until its process has ended or sent
     `Departed`.
 
     numa_node: of the device; -1: unknown

@@ -5,13 +5,13 @@ carries gets and reads, or one Follow.
 
 A **get** is answered by PeerValues, each followed by the values' bytes, in the order of the keys.
 
-A **read** is answered by one Lent. Of a value that is lent, only the first bytes follow; the
-follower reads the rest by its channel (`remote_memory.py`), until it sends Returned, its connection
-ends, or the node's `peers.request_timeout_s` has passed.
+A **read** is answered by one Lent. Of a lent value, only the first bytes follow; the follower reads
+the rest by its channel (`remote_memory.py`) until the lease ends: by Returned, with the connection,
+or after `peers.request_timeout_s`.
 
-A **follow** is answered by a snapshot's pages, unless the node still has all events after the
-follower's number, and then events. A follower whose number is not `after` follows again. A node
-sends an empty PeerChanges after `BEAT_S` without an event.
+A **follow** is answered by events, after a snapshot's pages if the node lacks events after the
+follower's number. A follower whose number is not `after` follows again. A node sends an empty
+PeerChanges after `BEAT_S` without an event.
 """
 
 from typing import Union

@@ -1,7 +1,6 @@
-"""Connections to one server, each lent to one task at a time.
+"""Connections to one server, each lent to one task at a time, and reused between two replies.
 
-A connection is reused only between two replies. Commands on a stale connection are sent again on a
-new one. One event loop.
+Commands on a stale connection are sent again. One event loop.
 """
 
 import asyncio
@@ -148,7 +147,7 @@ async def _lane(
 async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchange]) -> None:
     """Send from the queue and take replies, until the end or a closed stream.
 
-    Sends more when half of the commands are done, so large ones never wait for each other.
+    Sends more when half of the commands are done: large ones never wait for each other.
     """
     nbytes = 0
     while queue or in_flight:

@@ -1,9 +1,5 @@
 """Reads the memory of other processes into this one's, by an agent such as NIXL's.
 
-    memory = RemoteMemory(make_agent, arena.buffer)
-    name = await memory.connect(metadata)
-    await memory.read(name, [ReadPiece(here, there, nbytes)])
-
 A thread of its own makes all calls of the agent. The memory of a read may be written until `read`
 ends, also if it was given up. Bytes are not checked here.
 """
@@ -124,9 +120,9 @@ class RemoteMemory:
         *,
         linger_s: float = _LINGER_S,
     ) -> None:
-        """make_agent: called in the thread; imports what it needs
-        buffer:     what others may read, and where reads may write; viewed until the agent is
-            closed, so it stays mapped
+        """make_agent: called in the thread
+        buffer:     what others may read, and where reads may write; viewed, so mapped, until the
+                    agent is closed
         """
         self.number = getrandbits(53)
         """Of this agent: addresses are not those of another one."""
@@ -220,7 +216,7 @@ class RemoteMemory:
                     answer.set_exception(fault)
 
         def tell(result: Any, fault: ChannelFault | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed, so nobody waits
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(deliver, result, fault)
 
         with self._lock:

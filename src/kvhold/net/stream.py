@@ -1,7 +1,7 @@
 """A connection as a stream of bytes, to and from the caller's buffers.
 
-A cancelled call no longer uses its buffers, but may leave half a message: the caller closes the
-connection. The caller sets timeouts. One task at a time.
+A cancelled call no longer uses its buffers, but may leave half a message: close the connection. The
+caller sets timeouts. One task at a time.
 """
 
 import asyncio

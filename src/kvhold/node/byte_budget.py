@@ -1,8 +1,7 @@
 """Bytes that may be in use at once, shared by owners.
 
 An owner that uses some gets more only up to the bytes that then stay free, so it uses at most half.
-Calls are served in order, but a call that waits for its owner's share delays no other. One event
-loop.
+Calls are served in order, except those that wait for their owner's share. One event loop.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""The cache of this host's node, as one process sees it.
+"""The cache of this host's node, as one process sees it. Any thread may call.
 
-Any thread may call. A call past its deadline raises DeadlineExceeded; the connection stays in use.
-Calls raise NodeError at once when the node has owed an answer for `client.call_timeout_s`, or has
-ended.
+A call past its deadline raises DeadlineExceeded; the connection stays in use. Calls raise NodeError
+when the node has owed an answer for `client.call_timeout_s`, or has ended.
 """
 
 import logging
@@ -116,9 +115,7 @@ class NodeClient(WholePrompts):
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """See `Cache`. From now on, the node takes memory back only after this process has
-        ended.
-        """
+        """See `Cache`. From now on, the node keeps memory until this process has ended."""
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(), m.Done, None, link)
@@ -130,7 +127,6 @@ class NodeClient(WholePrompts):
         self._call(m.UseDevice(nbytes, numa_node), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
-        """Register a namespace with this and each later node."""
         request = m.Register(
             namespace.layout,
             namespace.digest,
@@ -442,7 +438,7 @@ class NodeClient(WholePrompts):
     def _request(
         self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False
     ) -> m.Answer:
-        """keep: send it even to a silent or late node, because it returns a grant
+        """keep: send it even to a silent or late node, to return a grant
 
         Raises NodeLost: the connection breaks; NodeError: the node refuses; DeadlineExceeded.
         """

@@ -1,8 +1,7 @@
 """A client's side of one connection, as a state machine without I/O.
 
-If a caller has given up, its unsent call is dropped, or the late answer's grant released.
-
-Threads hold one lock around each call, except `prepare`, and `read` of one reader.
+If a caller has given up, its unsent call is dropped, or the late answer's grant released. Threads
+hold one lock around each call, except `prepare`, and `read` of one reader.
 """
 
 from collections import deque
@@ -50,8 +49,6 @@ class Conversation:
         self._splitter = Splitter()
         self._news = False
 
-    # Asking.
-
     def prepare(self, request: m.Message, *, keep: bool = False) -> Call:
         """Raises ProtocolError."""
         number = next(self._numbers)
@@ -76,8 +73,6 @@ class Conversation:
         elif call.answer is not None and call.grants:
             self._return(call.answer, call.asked_s)
 
-    # Sending.
-
     def to_send(self) -> memoryview | None:
         """Return the same bytes until `sent`."""
         while self._outbox:
@@ -97,8 +92,6 @@ class Conversation:
             if not call.data:
                 self._outbox.popleft()
         return self.to_send()
-
-    # Receiving.
 
     def read(self, data: Bytes, now_s: float) -> Iterator[tuple[int, m.Answer]]:
         self.last_heard_s = now_s

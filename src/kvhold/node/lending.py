@@ -1,7 +1,6 @@
 """The leases of one follower's connection: frames that stay in place while it reads them.
 
-A lease ends when the follower returns it, after `timeout_s`, or with its connection. A later read
-may get other bytes, which the checksums show. One event loop.
+A lease ends when it is returned, after `timeout_s`, or with the connection. One event loop.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 """One connection to the node, and its arena.
 
 Any thread may call. One waiting caller reads for all; without one, the client's keeper calls
-`tend`.
-
-The node takes memory back when the socket closes, so a broken or retired link closes only when no
-thread uses the arena.
+`tend`. The node takes memory back when the socket closes, so a broken or retired link closes only
+when no thread uses the arena.
 """
 
 import errno
@@ -203,8 +201,7 @@ class Link:
             self._close_if_unused()
 
     def retire(self, *, at_once: bool = True) -> None:
-        """Accept no more calls. The link closes when the arena is not held, because the node then
-        takes the memory back.
+        """Accept no more calls. The link closes when the arena is not held.
 
         at_once: False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s
         """
@@ -282,8 +279,6 @@ class Link:
                     self._conversation.give_up(call)
         return call.answer if not call.late else None
 
-    # Sending.
-
     def _send(self, until: float) -> None:
         if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(
             timeout=max(0.0, until - time.monotonic())
@@ -311,8 +306,6 @@ class Link:
         except BaseException as error:
             self._fail(error, "a call was cut short while it sent a request")
             raise
-
-    # Receiving.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
         me = object()
@@ -474,8 +467,8 @@ def _join(
 
 
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Raises OSError, also without a free descriptor. `socket.recv_fds` would let children inherit
-    the descriptors.
+    """Raises OSError, also without a free descriptor. Unlike `socket.recv_fds`, children do not
+    inherit the descriptors.
     """
     fds = array("i")
     data, ancillary, flags, _ = sock.recvmsg(

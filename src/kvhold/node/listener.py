@@ -1,7 +1,4 @@
-"""The node's listening Unix socket.
-
-It keeps a spare descriptor to send a reason when none is free.
-"""
+"""The node's listening Unix socket, with a spare descriptor to send refusals."""
 
 import asyncio
 import errno

@@ -1,8 +1,7 @@
 """A TCP server with a login, for central caches and a node's peers.
 
-Beyond the loopback interface a client needs the token, or a certificate of the configured
-authorities. Before its login, a client's bytes, time and connections (`logins.py`) are limited. One
-event loop.
+Beyond loopback a client needs the token, or a certificate. Before its login, a client's bytes, time
+and connections (`logins.py`) are limited. One event loop.
 """
 
 import asyncio

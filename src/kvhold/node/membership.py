@@ -47,7 +47,7 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """Whether the link may close. The node then takes the memory back."""
+        """The node then takes the memory back."""
         return self.retired and not self._held and not self._callers
 
 
@@ -78,9 +78,9 @@ AnyLink = TypeVar("AnyLink", bound=UsedLink)
 
 
 class Departures:
-    """A process's lost links to one socket, if a device may still use their memory.
+    """A process's lost links to one socket, whose memory a device may still use. Any thread.
 
-    The node keeps that memory until `Departed`. Any thread may call.
+    The node keeps that memory until `Departed`.
     """
 
     def __init__(self) -> None:

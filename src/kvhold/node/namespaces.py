@@ -31,7 +31,7 @@ class DigestNamespace(Namespace):
 
 
 def find_namespace(client: NodeClient, digits: str) -> KnownSpace:
-    """Return a namespace that an engine registered. Raises NoSuchNamespace."""
+    """Raises NoSuchNamespace: no engine has registered it."""
     if not re.fullmatch(rf"[0-9a-fA-F]{{1,{_DIGITS}}}", digits):
         raise NoSuchNamespace(
             f"{digits[:_SHOWN]!r} is no namespace: write the first hexadecimal digits of its "
@@ -56,7 +56,7 @@ def find_digest(client: NodeClient, digits: str) -> bytes:
 
 
 def namespace_for_prompts(client: NodeClient, digits: str) -> Namespace:
-    """Return a namespace whose prompts can be looked up. Raises NoSuchNamespace."""
+    """Raises NoSuchNamespace."""
     space = find_namespace(client, digits)
     layout = client.layout_of(space.digest)
     facts = unpack(space.description).facts

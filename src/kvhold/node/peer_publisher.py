@@ -1,7 +1,6 @@
-"""Publishes a node's changes to the bus of its tier of peers.
+"""Publishes a node's changes to the bus of its tier of peers, in the peers' loop.
 
-While the bus is away, changes wait in the feed. If the feed forgets some, followers see a gap.
-Runs in the peers' loop.
+While the bus is away, changes wait in the feed.
 """
 
 import asyncio
@@ -53,9 +52,6 @@ class PeerPublisher:
             await feed.wait(number)
 
     def _next_records(self) -> tuple[bytes, int]:
-        """Return the joined records, because each message waits for the last answer, and the last
-        number.
-        """
         records, number = bytearray(), self._number
         while not records or (len(records) < BATCH_BYTES and number != self._feed.number):
             found = self._feed.changes_after(number)

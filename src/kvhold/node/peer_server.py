@@ -1,7 +1,6 @@
-"""Serves this node's chunks and changes to its followers, read-only.
+"""Serves this node's chunks and changes to its followers, read-only, and lends chunks.
 
-With `peers.channel`, it also lends chunks in the arena. The bytes in flight are limited, in total
-and per peer (`byte_budget.py`). One event loop, in `peer_thread.py`.
+The bytes in flight are limited, in total and per peer (`byte_budget.py`). One event loop.
 """
 
 import asyncio
@@ -226,7 +225,6 @@ class PeerServer(LoginServer):
     async def _lend(
         self, stream: Stream, request: p.PeerRead, peer: ServedPeer, leases: PeerLeases
     ) -> None:
-        """Lend the first frames or all, so that one lease takes no more than its part."""
         memory, keys = self._lent_memory(), _keys_of(request)
         end = _group_end(request.room, 0, min(_LENT_GROUP_BYTES, self.budget.limit))
         lease, frames = await leases.lend(keys[:end], request.room[:end])

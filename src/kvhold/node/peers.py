@@ -1,7 +1,4 @@
-"""The process at the other end of a Unix socket.
-
-A forked child may keep a dead process's socket open, so the node also asks the kernel.
-"""
+"""The process at the other end of a Unix socket. A forked child may keep the socket open."""
 
 import asyncio
 import errno

@@ -1,7 +1,4 @@
-"""The daemon of one host: an arena, an index, and engines as clients.
-
-One loop serves the clients; long work takes several turns. The Unix socket has mode 0600.
-"""
+"""The daemon of one host: an arena, an index, and engines as clients, in one loop."""
 
 import _thread
 import asyncio

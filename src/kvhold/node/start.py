@@ -107,14 +107,13 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 
 
 def _has_node(patience: _Patience) -> bool:
-    """Wait for a start or end under way."""
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
         patience.pause(lambda: "another node has the socket's lock, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
-    """A check locks a free file for an instant, so it would disturb a watcher's next node."""
+    """Without locking: that would disturb a watcher's next node."""
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
 
@@ -214,7 +213,7 @@ def _told(path: Path, start: int) -> str:
 
 
 def log_tail(path: Path, start: int) -> str:
-    """Return the log from byte `start`. Raises OSError."""
+    """Raises OSError."""
     with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         return file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

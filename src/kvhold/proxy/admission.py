@@ -1,5 +1,5 @@
-"""The queue before the engines: it bounds running requests, waiting ones, and held bytes. Waiting
-requests keep their order. One event loop.
+"""The queue before the engines: it bounds running and waiting requests, and held bytes. In order.
+One event loop.
 """
 
 import asyncio

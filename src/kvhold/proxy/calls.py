@@ -1,7 +1,6 @@
 """HTTP calls to engines. Every failure is an EngineFault.
 
-Closing an answer early closes its connection, so the engine stops computing. Bytes pass without
-decompression. One event loop.
+Closing an answer early stops the engine. Bytes pass without decompression. One event loop.
 """
 
 import asyncio

@@ -111,7 +111,6 @@ class Forwarder:
                 await _end(handed.running)
 
     def _reason_against_prefill(self, inference: Inference | None) -> str:
-        """Return why the decode engine shall compute the prompt: a label in metrics."""
         if inference is None or not self._prefill_pool.engines:
             return "no_engine"
         if not inference.has_prefill or (self._handover.is_for_one and not inference.is_single):
@@ -133,8 +132,6 @@ class Forwarder:
         params = self._handover.decode_params(engine, name, b"")
         running = asyncio.create_task(self._prefill(request, only=engine, name=name))
         return _Handed(params, running)
-
-    # the prefill part
 
     async def _prefill(
         self, request: ProxiedRequest, *, only: ProxiedEngine | None = None, name: str = ""
@@ -197,8 +194,6 @@ class Forwarder:
             return {}
         return self._handover.decode_params(engine, name, text)
 
-    # the decode part
-
     async def _decode(self, request: ProxiedRequest, handed: _Handed, deliver: Deliver) -> None:
         tried: list[ProxiedEngine] = []
         last = NoEngineAnswers("no decode engine can be used now")
@@ -258,9 +253,7 @@ class Forwarder:
     async def _open_decode(
         self, engine: ProxiedEngine, request: ProxiedRequest, handed: _Handed
     ) -> EngineAnswer:
-        """If the running prefill fails, send the request again without parameters. Raises
-        EngineFault.
-        """
+        """Repeat the request without parameters if the prefill fails. Raises EngineFault."""
         call = _decode_call(request, handed.params)
         if handed.running is None:
             return await self._calls.open(engine, call)

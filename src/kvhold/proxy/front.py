@@ -239,7 +239,7 @@ class ProxyExchange:
             self._metrics.clients_left.labels(self.stage).inc()
 
     def cut(self) -> None:
-        """Close without an end of the answer, so the client notices."""
+        """Close without an end of the answer."""
         if self.request.transport is not None:
             self.request.transport.close()
 

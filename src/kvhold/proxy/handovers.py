@@ -54,9 +54,7 @@ class SharedHandover:
 
 
 class NixlHandover:
-    """vLLM's NixlConnector: the prefill engine's answer names its blocks, which the first fetch
-    frees.
-    """
+    """vLLM's NixlConnector: the answer names blocks, which the first fetch frees."""
 
     is_parallel = False
     is_for_one = True
@@ -83,7 +81,7 @@ class NixlHandover:
 
 
 class PeerHandover:
-    """The decode engine fetches from the prefill engine, which still computes."""
+    """The decode engine fetches while the prefill engine computes."""
 
     is_parallel = True
     is_for_one = True

@@ -1,7 +1,4 @@
-"""Probe the engines, and note which ones can be used.
-
-An engine that fails is probed ever less often. The requests' event loop.
-"""
+"""Probe the engines, failing ones ever less often. The requests' event loop."""
 
 import asyncio
 import logging
@@ -88,7 +85,6 @@ class HealthProber:
         self._on_change()
 
     def _is_replaceable(self, engine: ProxiedEngine) -> bool:
-        """Whether requests need not wait for this engine."""
         others = (other for other in self._engines if other.role == "decode")
         return engine.role == "prefill" or any(other.is_usable for other in others)
 

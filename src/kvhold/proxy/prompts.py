@@ -80,7 +80,7 @@ class Inference:
 def read_fields(body: bytes) -> tuple[Fields, bytes]:
     """Return a JSON object's fields, and the body with safe `kv_transfer_params`.
 
-    Raises NotAnInference, also for UTF-16 and NaN: their fields would pass unseen.
+    Raises NotAnInference, also for UTF-16 and NaN.
     """
     with _reading():
         fields = _fields.decode(body)
@@ -161,7 +161,6 @@ def _size_of_prompt(raw: msgspec.Raw | None) -> tuple[int | None, int, int]:
 
 
 def _has_media(messages: Any) -> bool:
-    """Whether a message has a part of unknown size."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():

@@ -2,11 +2,10 @@
 
     class TestMyCache(CacheContract):
         @pytest.fixture
-        def make_cache(self): ...          # a function that joins or makes a cache of 16 MiB
-        lower_tiers = True                 # if there are tiers below memory
+        def make_cache(self): ...         # a function that joins or makes a cache of 16 MiB
+        lower_tiers = True             # if there are tiers below memory
 
-All caches in one test share their chunks. After each test nothing is held, and a clear empties the
-arena.
+All caches in one test share their chunks. After each test nothing is held.
 """
 
 import random

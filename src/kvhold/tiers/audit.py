@@ -1,4 +1,4 @@
-"""`audit+...`: check a tier's values against the values that were put, and log calls.
+"""`audit+...`: check a tier's values against the put ones, and log calls.
 
 It keeps the `max_keys` digests used last (xxh3-128). Not checked: ranges, earlier values, keys with
 overlapping calls, changes by other processes.

@@ -1,10 +1,5 @@
 """The contract of a tier: one place where chunks live.
 
-    sizes = await tier.probe(keys)  # one round trip for all keys
-    got = await tier.get(keys, [[header, payload], ...])  # each value into the caller's memory
-    faults = await tier.put([(key, [header, payload]), ...])  # each value from the caller's memory
-    done = await replace(tier, [(key, [header, payload])])  # over a stored value, if the tier can
-
 Called from one event loop. Calls may overlap. Item i of an answer belongs to key i.
 
 A missing value is `None`. A fault of one item is a TierError in its place; one of the whole place
@@ -12,10 +7,8 @@ A missing value is `None`. A fault of one item is a TierError in its place; one 
 any I/O. No other exception may escape.
 
 **Memory.** A call, also a cancelled one, ends only when it no longer uses the caller's buffers
-(`in_thread`).
-
-A tier connects at its first call, and again after a lost connection. `guard.py` has the breaker,
-the time-outs and the retries.
+(`in_thread`). A tier connects at its first call, and again after a lost connection. `guard.py` has
+the breaker, the time-outs and the retries.
 """
 
 import asyncio
@@ -263,7 +256,6 @@ def check_lengths(
 
 
 def raise_if_all_failed(answers: Sequence[object]) -> None:
-    """Raise the first TierError if all answers are such."""
     faults = [answer for answer in answers if isinstance(answer, TierError)]
     if faults and len(faults) == len(answers):
         raise faults[0]

@@ -48,7 +48,7 @@ class Clears:
         asked_s: see `KeepsClears.advance`
 
         With a journal, the clear is on the disk when this returns. A private tier with too many
-        pending clears gets one clear of everything. In a read-only tier the values stay suppressed.
+        pending clears gets one clear of everything. A read-only tier stays suppressed.
         """
         if (
             not self._guard.traits.shared

@@ -192,8 +192,8 @@ class GenerationTier:
     async def advance(self, prefix: bytes) -> bytes:
         """Begin the next generation of a namespace; an empty prefix means all.
 
-        Returns the name prefix of the old values. Raises TierError if other hosts were first each
-        time, or if the tier keeps no marker.
+        Returns the name prefix of the old values. Raises TierError if the tier keeps no marker, or
+        other hosts were always first.
         """
         space = prefix or ALL
         self.use(space)
@@ -394,9 +394,7 @@ class GenerationTier:
                 del self._numbers[first]
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Call `learned` before a newer generation is used. Skip one that this host is
-        beginning.
-        """
+        """Call `learned` before a newer generation is used."""
         for some in _sliced(spaces):
             uses = {space: self._used.get(space) for space in some}
             self._learn(await self._searched(some), uses)

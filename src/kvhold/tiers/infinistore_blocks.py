@@ -1,11 +1,10 @@
 """The InfiniStore tier's logic: values in a store of RDMA blocks.
 
 The store knows no sizes, overwrites blocks, and evicts single ones. So a value has equal blocks
-under names that only this put uses, and a *head*: a small block under the key's own name, written
-last.
+under names that only this put uses, and a *head*: a small block under the key's name, written last.
 
-A slot of registered memory belongs to its operation until the end. One event loop; one thread
-blocks; a client thread reports completions.
+A slot of memory belongs to its operation until the end. One event loop; one thread blocks; a client
+thread reports completions.
 """
 
 import asyncio

@@ -2,9 +2,7 @@
 
 A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned. Not
 evicted: entries that are pinned or being written, and the parents of those being written. A
-*doomed* entry was removed while in use: its last user frees it.
-
-Single-threaded: a cache's lock or a node's loop protects it.
+*doomed* entry was removed while in use: its last user frees it. One thread.
 """
 
 import time

@@ -375,7 +375,6 @@ def _raised(found: int | TierError | None) -> int | None:
 
 
 def _unless_all_failed(answers: list[Result]) -> list[Result]:
-    """Raise the first answer if all are TierUnavailable or TierDenied."""
     if answers and all(isinstance(answer, TierUnavailable | TierDenied) for answer in answers):
         raise answers[0]  # type: ignore[misc]  # it is one of them
     return answers

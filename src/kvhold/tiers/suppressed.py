@@ -67,7 +67,6 @@ class Suppressed:
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:
-        """End a pending clear: its values are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
         if self._due.get(prefix, 0) <= number:
@@ -84,7 +83,7 @@ class Suppressed:
         self._unreadable.pop(key, None)
 
     def mended(self) -> None:
-        """Try all keys again: after an outage, the tier may be another disk."""
+        """Try all keys again."""
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:

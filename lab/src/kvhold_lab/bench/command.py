@@ -114,8 +114,7 @@ def codecs(
 ) -> None:
     """Ratio, speed on one core, error and lost accuracy of each codec on bfloat16 KV.
 
-    Accuracy is measured with a checkout's small trained model. Without the model or torch,
-    accuracy_drop is null, and the reason is printed.
+    Accuracy needs a checkout's small trained model, and torch; else accuracy_drop is null.
     """
     from kvhold.codecs import codec_names
     from kvhold_lab.bench import codecs as bench

@@ -70,7 +70,7 @@ class System:
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Processes started in the block have fixed addresses and keep their memory."""
+    """Processes started in the block have fixed addresses and keep memory."""
     before = {name: os.environ.get(name) for name in _KEEPS_MEMORY}
     libc = ctypes.CDLL(None)
     personality = libc.personality(ctypes.c_ulong(_ASK_PERSONALITY))
@@ -111,7 +111,7 @@ def node_pid(socket: Path) -> int:
 
 
 def flush_engines(client: NodeClient, *, patience_s: float) -> None:
-    """Wait until idle engines have stored all KV. Raises TimeoutError."""
+    """Raises TimeoutError."""
     until = time.monotonic() + patience_s
     before: Mapping[str, Any] | None = None
     while (left_s := until - time.monotonic()) > 0 and client.flush(deadline_s=left_s):

@@ -201,7 +201,6 @@ def store_steadily(path: str, count: int) -> None:
 
 
 def _store_all(client: "_Client", load: OverloadSizes) -> tuple[Query, Query]:
-    """Return a long stored prompt, and one of 32,000 tokens."""
     size = WIDE.layout.tokens_per_chunk
     long = _fresh(WIDE, load.long_tokens // size)
     for shard in range(WIDE.shards):

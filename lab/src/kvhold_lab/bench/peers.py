@@ -92,7 +92,7 @@ def _row(name: str, value: float, unit: str, limit: float, goal: str) -> PeersRo
 def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
     """A lookup that ends when all chunks of another node have arrived.
 
-    gbit_s: of both links; 0: loopback's own
+    gbit_s: of both links; 0: loopback
     """
     space = _large(sizes.layers)
     nbytes = _chunk_bytes(space)
@@ -127,7 +127,6 @@ def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
 
 
 def _nixl_row(sizes: PeersSizes) -> PeersRow:
-    """The same lookup, with chunks from arena to arena."""
     space = _large(sizes.layers)
     nbytes = _chunk_bytes(space)
     ram_bytes = (sizes.rounds + 2) * GET_CHUNKS * size_class(nbytes) + 4 * SLAB_BYTES
@@ -160,7 +159,6 @@ def _two_nodes(
     way: Callable[[int], int] = lambda port: port,
     channel: str = "tcp",
 ) -> tuple[RunningPeer, RunningPeer]:
-    """The second one follows the first one."""
     first = stack.enter_context(running_peer(ram_bytes=ram_bytes, channel=channel))
     port = way(int(first.address.rpartition(":")[2]))
     url = _following(replace(first, address=f"127.0.0.1:{port}"))
@@ -170,7 +168,6 @@ def _two_nodes(
 def _stored_prompts(
     first: RunningPeer, second: RunningPeer, space: Namespace, count: int
 ) -> list[Prompt]:
-    """Prompts of chunks of the first node, of which the second one knows."""
     prompts = [_prompt(space, GET_CHUNKS, seed) for seed in range(count)]
     for node in (first, second):
         node.client.register(space)

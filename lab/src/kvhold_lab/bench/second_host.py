@@ -1,7 +1,4 @@
-"""A second host: a network namespace of this machine, with a veth pair to this one.
-
-    with second_host() as host:        # needs the rights of root, and iproute2
-        subprocess.Popen([*host.enter, "command"])
+"""A second host: a network namespace of this machine (root, iproute2), with a veth pair.
 
 It shares nothing but the network and the file system. Namespaces of killed runs are removed.
 """

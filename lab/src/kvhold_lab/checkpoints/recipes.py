@@ -1,7 +1,5 @@
-"""The classes of models, with the smallest settings that vLLM's CPU build runs.
-
-It needs attention heads of 32 elements, and an MLA latent of exactly 512 + 64. GPUs need MLA heads
-of 128 elements, as of DeepSeek.
+"""The classes of models, with the smallest settings that vLLM's CPU build runs: heads of 32
+elements, and an MLA latent of exactly 512 + 64. GPUs need MLA heads of 128 elements.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
 """Time answers of one engine, and of a prefill and a decode engine behind `kvhold proxy`.
 
-With each arrangement, prompts have another salt, so that nothing is found that the other one has
-stored. Last, a long answer is timed while prompts of others are computed.
+Each arrangement has its own salt. Last, a long answer is timed while other prompts are computed.
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 
     python -m kvhold_lab.engines.fork_server DESCRIPTOR OWNER
 
-DESCRIPTOR is a listening socket of packets. The server ends when nobody holds the lock of the file
-OWNER; children live on.
+DESCRIPTOR is a listening socket of packets. The server ends with the lock of the file OWNER.
 """
 
 import contextlib

@@ -14,10 +14,9 @@ from typing import Any
 
 
 def fork_children(folder: Path) -> None:
-    """Call it first, while this process has one thread: its children begin as it is then.
+    """Call it first, while this process has one thread. The children's own children are spawned.
 
-    The children's own children are spawned. Their output goes to the log: this process's may be
-    its answers.
+    Their output goes to the log: this process's may be its answers.
     """
     address = str(folder / f"{os.getpid()}.children")
     alive, ours = os.pipe()

@@ -1,10 +1,7 @@
 """Programs that start with vLLM imported, in half of the time.
 
-PRELOAD_VLLM names a folder, of which the processes of a session have fork servers in common. Each
-environment that vLLM may read during its import has one.
-
-    with preloading() as folder:
-        os.environ[VARIABLE] = str(folder)
+PRELOAD_VLLM names a folder of fork servers, one for each environment that vLLM may read during its
+import.
 """
 
 import atexit
@@ -125,10 +122,7 @@ def _server_for(environment: Mapping[str, str], folder: Path) -> "_Server | None
 
 
 def _is_started(path: Path, environment: Mapping[str, str]) -> bool:
-    """Start the server that listens there, unless there is one, or there are too many.
-
-    Raises OSError.
-    """
+    """Start the server that listens there, if needed and allowed. Raises OSError."""
     with (path.parent / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():

@@ -1,8 +1,7 @@
 """The connector's calls around a pass, in the order of each of vLLM's two model runners.
 
-The first (`v1/worker/gpu_model_runner.py`) calls `handle_preemptions` before it zeroes and copies
-blocks, and ends the connector's step before it samples; the second
-(`v1/worker/gpu/model_runner.py`) does the opposite.
+`v1/worker/gpu_model_runner.py` calls `handle_preemptions` before it zeroes and copies blocks, and
+ends the connector's step before it samples; `v1/worker/gpu/model_runner.py` does the opposite.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Replays a trace on a fleet of hosts that are each other's peers.
 
-A request's host takes the beginning of the prompt from its memory, then from its peers, then from a
-shared tier; it computes the rest. Memories are LRU.
+A request's host takes the beginning of the prompt from its memory, its peers, then a shared tier;
+it computes the rest. Memories are LRU.
 """
 
 from collections import OrderedDict
@@ -194,7 +194,6 @@ def _group(host: int, setup: FleetSetup) -> range:
 
 
 def _prompts(cut: Cut, copies: int) -> Iterator[list[int]]:
-    """Yield all copies' prompts by time. Each copy's requests are shifted."""
     assert cut.times_s is not None
     spans, times_s = list(pairwise(cut.starts.tolist())), cut.times_s.tolist()
     length_s = (times_s[-1] - times_s[0]) or 1.0

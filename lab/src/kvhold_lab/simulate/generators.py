@@ -27,8 +27,6 @@ class _Turn:
 
 @dataclass
 class _Texts:
-    """New pieces of text, and random lengths and times."""
-
     chance: np.random.Generator
     numbers: Iterator[int] = field(default_factory=count)
 

@@ -1,10 +1,8 @@
 """Replays a trace on a cache of a given size, with any class that has the methods of `Policy`.
 
 For each request, the chunks in memory are touched, the next ones are promoted from a lower tier,
-and the rest is stored. All chunks have one size and one namespace.
-
-Below `learned`, the tier is a real disk index; below another policy that learns from lookups,
-`lru`.
+and the rest is stored. All chunks have one size and one namespace. Below `learned`, the tier is a
+real disk index; below another policy that learns from lookups, `lru`.
 """
 
 import pkgutil
@@ -219,10 +217,7 @@ class _Tier:
         self.policy.insert(key, 1, parent)
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Return the number of stored keys.
-
-        As in `cache/transfer/write_behind.py`, all keys are probed before the first is written.
-        """
+        """Return the number of stored keys. All are probed before the first is written."""
         missing = [key for key in keys if key not in self._here]
         reserved = [key for key in missing if self._reserve(key, None)]
         for key in reserved:

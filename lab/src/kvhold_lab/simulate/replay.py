@@ -1,7 +1,6 @@
 """Replay a trace on a real, scaled-down cache.
 
-A chunk has one token and 4 KiB, which are never written. A tier below memory is a disk, which one
-thread writes, so that equal runs have equal results.
+A chunk has one token and 4 KiB, which are never written. A tier below memory is a disk.
 """
 
 import os

@@ -51,9 +51,9 @@ class SimulatedRow:
     """hit_rate:         tokens found / tokens of all prompts
     hit_requests:     requests with a chunk found
     saved_s:          seconds of prefill that hits save, without the time to load
-    evicted:          from memory; the same as `evictions`
-    written_bytes:    the same as `disk_bytes_written`; 0 for `belady`
-    request_hit_rate: requests with a chunk found / all requests
+    evicted:          from memory, as `evictions`
+    written_bytes:    as `disk_bytes_written`; 0 for `belady`
+    request_hit_rate: of all requests
     events_per_s:     chunks replayed per second, in one thread
     """
 
@@ -103,9 +103,7 @@ def replay_policy(
 
 
 def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
-    """Chunks have one size, so `tokens` and `bytes` give the same. For `ttft`, a tier below counts
-    as slow. None: all values are equal.
-    """
+    """None: all values are equal, as for `tokens` and `bytes`. For `ttft`, a tier below is slow."""
     if setup.policy_for != "ttft":
         return None
     most = int(np.diff(cut.starts).max(initial=0))

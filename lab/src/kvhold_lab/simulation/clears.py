@@ -142,7 +142,6 @@ class Shared:
     born: dict[tuple[str, bytes], int] = field(default_factory=dict)
 
     def forget(self, space: bytes) -> None:
-        """A marker was lost (decision 0026)."""
         self.world.note(
             "a clear reuses a generation: earlier clears of %s are no longer checked",
             space[:4].hex(),

@@ -1,6 +1,4 @@
-"""Hand-overs between simulated engines, and the node's promise: a chunk that is handed over is not
-evicted before it is read or its deadline passes, and not kept afterwards.
-"""
+"""Hand-overs between simulated engines, and the rule that they are kept for their time."""
 
 from dataclasses import dataclass
 from typing import Any

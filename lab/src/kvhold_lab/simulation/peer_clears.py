@@ -1,8 +1,8 @@
 """The rule "no read after a clear" for hosts that are each other's peers.
 
-A clear binds a lookup on each host that has answered or learned it. It is *overtaken* if another
-host, whose clock differs, began an earlier one of the same prefix whose number is not smaller. Then
-chunks stored since that other clear began may be found.
+A clear binds a lookup on each host that knows it. It is *overtaken* if another host, whose clock
+differs, began an earlier one of the same prefix whose number is not smaller. Then chunks stored
+since that other clear began may be found.
 """
 
 from collections.abc import Iterator, Mapping

@@ -119,7 +119,7 @@ def run_mutations(
 ) -> MutationsResult:
     """Simulate seeds on a copy of the code with each mutation, until one finds it.
 
-    names: only these, also rare ones; by default all but the rare ones
+    names: only these; by default all but the rare ones
 
     Raises PatchError, SimulationError.
     """
@@ -200,8 +200,6 @@ class _Worker:
 
 
 class _Workers:
-    """One worker per core. After many seeds it is replaced."""
-
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
         self._idle: SimpleQueue[_Worker | None] = SimpleQueue()

@@ -128,7 +128,6 @@ class SimTier:
         return None if value is None or 0 < expires_at <= self._world.wall() else value
 
     async def _transfer(self, key: bytes, parts: Parts, value: bytes | None) -> bytes:
-        """Write `value` into `parts`; None: read it from `parts`. Return the value."""
         places = [self._checker.place_of(part) for part in parts]
         pieces: list[bytes] = []
         at, cancelled = 0, False
@@ -153,7 +152,6 @@ class SimTier:
         return b"".join(pieces) if value is None else value
 
     async def _pause(self, cancelled: bool) -> bool:
-        """Return whether the call is cancelled, or raise CancelledError at once."""
         random = self._world.random
         is_slow = random.random() < self.hangs
         until = self._world.now + (

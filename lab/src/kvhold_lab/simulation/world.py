@@ -1,9 +1,5 @@
 """Virtual time and the order of events: one scheduler for all simulated threads.
 
-    loop = world.new_loop("node")
-    loop.create_task(work())
-    world.run(until=lambda: done, most_s=60)
-
 All randomness comes from `world.random`, so a seed determines the whole history.
 """
 

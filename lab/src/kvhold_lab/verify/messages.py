@@ -47,7 +47,7 @@ class Ask(ChildOperation, frozen=True, kw_only=True, tag="ask"):
 class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request that arrives at engine step `step`.
 
-    abort:       abort at this stage, or the next later one reached
+    abort:       at this stage, or the next later one reached
     abort_after: steps to wait after that stage
     rules:       `kv_transfer_params` for kvhold
     """

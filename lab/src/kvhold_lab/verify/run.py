@@ -1,7 +1,6 @@
 """Run a model with and without the connector, path by path, and judge.
 
-An engine without a connector gives the reference answers, three times, to find unsteady ones. An
-engine with the connector stores, then loads.
+An engine without a connector gives the reference answers, three times.
 """
 
 import json
@@ -288,9 +287,7 @@ def judged(
     rounds: list[EngineAnswers],
     verdict: Verdict,
 ) -> VerifyRow:
-    """Tokens prove nothing if half of the questions are unsteady, or if none differs but half are
-    unsteady or tied.
-    """
+    """Tokens prove nothing if half of the questions are unsteady or tied."""
     differ: list[str] = []
     tied: dict[str, int] = {}
     for which, asked in zip(("first", "second"), rounds, strict=True):

@@ -83,7 +83,6 @@ def _take(running: dict[str, _Live], output: Any) -> None:
 
 
 def _margin(best: dict[int, Any]) -> float:
-    """The lead over the next best token, in natural log probability."""
     first, second = sorted((token.logprob for token in best.values()), reverse=True)[:_BEST]
     return float(first - second)
 

@@ -1,10 +1,8 @@
 """Check the blocks that KVHoldConnector loads, without using the connector's code.
 
 vLLM's own calls show which blocks a pass computes and a load fills. The digest of each loaded block
-must be among those of blocks that were computed for the same adapter, images and tokens, in this
-engine or an earlier one.
-
-The engines of a path share `witness_folder`. Runs on the engine's thread.
+must be among those of blocks computed for the same adapter, images and tokens, in this engine or
+an earlier one of the same `witness_folder`. Runs on the engine's thread.
 """
 
 import json

@@ -35,8 +35,7 @@ class PendingRead:
 class FetchCommand:
     """Read chunks, roughly in order.
 
-    -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` when it no longer writes to
-    the memory
+    -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` when the memory is free
     """
 
     pending_reads: list[PendingRead]

@@ -36,8 +36,7 @@ class Framer:
     ) -> Framed | None:
         """None: no encryption key. Raises DamagedChunks.
 
-        A raw frame has the checksums of the commit. With other codecs, the chunk is checked after
-        encoding, so a damaged chunk gets no valid frame.
+        A raw frame has the checksums of the commit. Other chunks are checked after encoding.
         """
         checksums = unpack(entry.checksums) or None
         written = self.encoded(

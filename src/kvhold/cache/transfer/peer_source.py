@@ -1,7 +1,4 @@
-"""Lends a node's chunks to its peers: pinned in memory, or read from its disks.
-
-A frame has its writer's checksums, so a follower finds damage.
-"""
+"""Lends a node's chunks to its peers: pinned in memory, or read from its disks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

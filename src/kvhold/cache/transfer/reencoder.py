@@ -1,7 +1,4 @@
-"""Re-encodes a tier's chunks with another codec, one at a time, after all other calls to the tier.
-
-A lossy frame is only re-encoded losslessly.
-"""
+"""Re-encodes a tier's chunks with another codec, one at a time, after all other calls."""
 
 import asyncio
 import logging

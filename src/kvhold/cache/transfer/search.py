@@ -27,10 +27,10 @@ class Search:
     unknown:    keys that a tier could not answer, with reasons
     sample:     it loads one chunk, to measure the tier
     hurried:    it ends early, because computing is faster
-    idle:       even with the tiers, the hit is not longer than `have_tokens`
-    missing:    the first chunk missing in memory, if it is expected back
-    wait:       for chunks that another engine computes, before the tiers are probed
-    futile:     number of waits that brought nothing
+    idle:       the hit is not longer than `have_tokens`, even with the tiers
+    missing:    the first chunk missing in memory, if expected back
+    wait:       for another engine's computing, before the probe
+    futile:     number of vain waits
     """
 
     owner: Hashable

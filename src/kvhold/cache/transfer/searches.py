@@ -1,6 +1,6 @@
 """Loads a prompt's chunks from lower tiers, and pins them on arrival.
 
-One read serves all searches for its chunk. Between two steps, a search may be cleared. No I/O.
+One read serves all searches. Between two steps, a search may be cleared. No I/O.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ class Searches:
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
     def begin_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[None]:
-        """Pin present chunks, and probe the tiers for missing ones, after a wait if any.
+        """Pin present chunks, then wait or probe the tiers for missing ones.
 
         prefix: the caller holds its entries until the last step
         """
@@ -410,7 +410,6 @@ class Searches:
         return self._searches.pop(number)
 
     def clear(self, prefix: bytes) -> None:
-        """Load nothing with this prefix until `cleared`."""
         self._clearing.append(prefix)
 
     def cleared(self, prefix: bytes) -> None:

@@ -98,7 +98,7 @@ class TierSpeed:
         """Return the seconds until `ended_bytes` reaches `until_bytes`, plus `more_bytes`.
 
         A late read is expected to take as long again as the tier's silence; eight times that after
-        few measurements. `slowest_byte_s` limits that, unless the read exceeds it, too.
+        few measurements, but limited by `slowest_byte_s`.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -125,7 +125,6 @@ class TierSpeed:
         return self._estimate.num_measured < _FEW
 
     def _is_far_beyond(self, nbytes: int) -> bool:
-        """Whether reads of one size say nothing about `nbytes`."""
         most, least = self._estimate.most(1), self._estimate.least(1)
         return most < _ALIKE * least and nbytes > _ALIKE * most
 

@@ -47,7 +47,7 @@ class ReadOwner(Protocol):
         why: Reason = TIER_DOWN,
         origin: Origin | None = None,
     ) -> None:
-        """The read no longer writes to the memory. expires_at: 0: never"""
+        """The memory is free. expires_at: 0: never"""
 
     def given_up(self, entry: Entry) -> None:
         """The read failed and may still write to the memory until `let_go`."""
@@ -155,7 +155,7 @@ class TierReader:
         except asyncio.CancelledError:
             self._tell_given_up(left)
             raise
-        finally:  # no search waits for ever, no memory is lost
+        finally:
             self._tell_fetched(
                 [
                     (pending_read.entry, why.get(number, TIER_DOWN))

@@ -255,7 +255,7 @@ class TierWorker:
         )
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
-        """Apply other hosts' clears, because a disk may have older chunks."""
+        """Apply other hosts' clears: a disk may have older chunks."""
         spaces = list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
         for guard in self._shared:
             for space in spaces:
@@ -338,7 +338,7 @@ class TierWorker:
         del self._reencodings[number]
 
     def _learn(self, prefix: bytes) -> None:
-        """Drop writes from before another host's clear, even if queued later."""
+        """Drop writes from before another host's clear."""
         log.info("another host has cleared %s", prefix.hex() or "everything")
         self._barred[prefix] = self._barred.get(prefix, 0) + 1
         self._write_behind.spoil(prefix)
@@ -351,11 +351,9 @@ class TierWorker:
         return self._holds(space) or len(self._shared) < len(self._stack.guards)
 
     def _holds(self, space: bytes) -> bool:
-        """Reserved chunks count, too."""
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:
-        """For an engine that only stores: no lookup probes its namespace."""
         for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
             space = self._new_spaces.popleft()
             for guard in self._shared:
@@ -380,10 +378,10 @@ class TierWorker:
             await self._remember()
 
     async def _remember(self) -> None:
-        """Journal other hosts' clears, after the pending clears that they begin."""
+        """Journal other hosts' clears, after the pending clears."""
         if self._journal is None:
             return
-        async with self._remembering:  # else an earlier call may write older numbers last
+        async with self._remembering:  # else an earlier call may write last
             numbers = {guard.place: guard.generations for guard in self._shared}
             for guard in self._stack.guards:
                 await guard.remember()
@@ -392,7 +390,6 @@ class TierWorker:
     async def _begin_clear(
         self, command: ClearCommand, writing: list[tuple[Outbox, set[Write]]]
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
-        """Return the writes in progress, and the tiers' pending clears."""
         pending_clears = await self._stack.begin_clear(
             command.prefix, shared=not command.learned, asked_s=command.asked_s
         )
@@ -402,7 +399,7 @@ class TierWorker:
         return writing, pending_clears
 
     async def _clear(self, command: ClearCommand, beginning: "asyncio.Task[Any]") -> None:
-        """The journal comes first, so that a restart does not lose the clear."""
+        """The journal comes first."""
         try:
             writing, pending_clears = await asyncio.shield(beginning)
             await self._write_behind.wait_for(writing)

@@ -1,8 +1,5 @@
 """Writes held entries to the tiers in batches, in the background.
 
-    write_behind.add(command)            # -> owner.written(number), once no tier uses the memory
-    await write_behind.drain(timeout_s); await write_behind.end()
-
 `WriteQueue` bounds the sum of the tiers' queues.
 """
 
@@ -39,7 +36,7 @@ class WriteOwner(Protocol):
         """The entry may be released."""
 
     def found_damaged(self, entry: Entry) -> None:
-        """The bytes are not those that were stored."""
+        """The bytes have changed."""
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
         """Entries removed during their write. The tier may have them."""
@@ -196,9 +193,7 @@ class WriteBehind:
         return expires_at - self._ram.now() if expires_at else None
 
     async def _frame(self, guard: Guard, coding: FrameCoding, write: Write) -> Framed | None:
-        """None: the chunk is damaged or its encryption key missing. Tiers with the same coding
-        share the frame.
-        """
+        """None: the chunk is damaged, or has no key. Tiers with the same coding share the frame."""
         if write.command.layout is None:
             return Framed([self._ram.view(write.command.entry)], write.nbytes, RAW)
         if coding not in write.frames:

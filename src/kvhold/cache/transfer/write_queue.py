@@ -1,6 +1,4 @@
-"""The bounded queue of chunks for lower tiers. A full queue drops new chunks, which stay in RAM. No
-I/O.
-"""
+"""The bounded queue of chunks for lower tiers. A full queue drops new chunks. No I/O."""
 
 import logging
 from collections import OrderedDict

@@ -8,7 +8,7 @@
     insert         -> offload
 
 SGLang aborts a request whose load fails, so a single rank accepts a load only if its pages are
-pinned; several ranks, which must decide alike, accept every load. SGLang's scheduler thread calls.
+pinned; several ranks, which must agree, accept all. SGLang's scheduler thread calls.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Find a page in SGLang's pools, and copy it to and from a chunk.
 
 Plain KV (MHA, MLA) becomes canonical chunks. Other pages are opaque bytes, if SGLang can flatten
-them completely. A pool's class must match exactly: a subclass may keep more data. Threads must not
-write the same pages.
+them completely. A pool's class must match exactly. Threads must not write the same pages.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Read the JSON that a user gives SGLang.
 
-    {"backend_name": "kvhold", ..., "interface_v1": 1, "kvhold": {"ram_bytes": "8GiB"}}
-
 A page is a chunk, so `tokens_per_chunk` has no effect.
 """
 

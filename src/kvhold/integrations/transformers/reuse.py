@@ -94,8 +94,8 @@ class Reuse:
         model: decoder-only, of transformers 5, in eval mode, with or without PEFT adapters
         config: tokens_per_chunk, copy_threads, allow_unproven and rules apply
         model_id: a name for weights and adapters, which are then not read
-        cache_salt: separates callers who must not share KV
-        store_generated: store generated tokens too, for the next turn
+        cache_salt: separates callers
+        store_generated: store generated tokens, too
 
         Raises LayoutError for an unproven model, ConfigError for unreadable weights.
         """

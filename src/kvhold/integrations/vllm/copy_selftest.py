@@ -1,7 +1,6 @@
 """Prove at registration that copies and the engine address the same blocks.
 
-Random bytes are gathered, wiped, scattered back and compared; neighbouring blocks must stay
-unchanged.
+Random bytes are gathered, wiped and scattered back; neighbouring blocks must stay unchanged.
 """
 
 from collections.abc import Sequence

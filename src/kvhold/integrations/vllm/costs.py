@@ -34,7 +34,7 @@ class _Step:
     """A step that is measured.
 
     quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no
-        prompt. Tokens come first: after one measurement, the first cost gets all the time
+                prompt. After one measurement, the first cost gets all the time
     done:       requests whose prompts are complete after the step
     """
 

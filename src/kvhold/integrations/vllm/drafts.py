@@ -1,8 +1,8 @@
 """Track the blocks that lack the drafter's KV, so that they are not stored.
 
 Near the drafter's maximum length, vLLM runs a pass without it. vLLM's prefix cache may give such
-blocks to other requests, so a block is tracked until it is filled again. Blocks computed after it
-are tracked, too: the drafter has read the missing KV. Scheduler's thread only.
+blocks to other requests, so they are tracked until they are filled again; so are blocks computed
+after them, for which the drafter has read the missing KV. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence

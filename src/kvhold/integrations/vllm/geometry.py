@@ -74,8 +74,8 @@ class Geometry:
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """Whether a hit may cover the prompt's last token, which is computed again. A state would
-        count it twice; a window lacks an earlier token.
+        """Whether a hit may cover the prompt's last token, which is computed again: not with states
+        and windows.
         """
         return all(part.group.attention == "full" for part in self.parts)
 
@@ -154,9 +154,7 @@ def preferred_layout(settings: Config) -> str | None:
 
 
 def mixes_adapters(config: "VllmConfig") -> bool:
-    """Whether one request's adapter may be applied to others, as in vLLM's CPU build. Their KV must
-    not be stored.
-    """
+    """Whether one request's adapter may be applied to others, as in vLLM's CPU build."""
     return config.lora_config is not None and current_platform.is_cpu()
 
 

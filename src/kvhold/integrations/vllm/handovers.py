@@ -1,13 +1,8 @@
 """Prefill and decode on two engines: read and answer a request's `kv_transfer_params`.
 
-    part = handovers.part_of(request)   # on arrival
-    handovers.wait_for(part, prompt)    # how long its lookup waits
-    answer(part, request_id, tracker)   # at the end: parameters for the decode engine
-
 Of the parameters of vLLM's NixlConnector and p2p tier, ids, hosts and block numbers are neither
-read nor sent (docs/decisions/0037).
-
-`wait_for` runs on the lookup thread, the rest on the scheduler's.
+read nor sent (docs/decisions/0037). `wait_for` runs on the lookup thread, the rest on the
+scheduler's.
 """
 
 import logging

@@ -1,8 +1,4 @@
-"""The hosts of an engine's workers.
-
-If the workers use several nodes, a worker of each other host must relay lookups to its node
-(`kvhold.node.span`).
-"""
+"""The hosts of an engine's workers. On each other host a worker relays lookups to its node."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,10 +1,9 @@
 """Look up prompts in the cache, in the scheduler's process.
 
-The lookup thread hashes a prompt on arrival. It looks the prompt up only when the scheduler asks,
-so a queued request pins nothing.
-
-A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
-miss. If the node is lost, a lookup waits for the next node, at most as long as computing takes.
+The lookup thread hashes a prompt on arrival. It looks the prompt up only when the scheduler asks: a
+queued request pins nothing. A scheduling pass waits `_PATIENCE_S` for all its lookups together. A
+late or failed lookup is a miss. If the node is lost, a lookup waits for the next one, at most as
+long as computing takes.
 """
 
 import logging
@@ -74,8 +73,8 @@ class RequestLookups:
         self._cache = cache
         self._thread = thread
         self._may_load = loads
-        self._adapters = adapters  # on the lookup thread
-        self._media = media  # on the lookup thread
+        self._adapters = adapters
+        self._media = media
         self.handovers = Handovers(config.client)
         self._late_announcements: dict[str, Holding] = {}  # by request
         self._announcer = announcer
@@ -113,9 +112,7 @@ class RequestLookups:
             self._thread.submit(self.costs.prepare)
 
     def would_load(self, request_state: RequestState, computed_tokens: int) -> bool:
-        """Whether a load is allowed, and faster than computing. A single missing block is
-        computed.
-        """
+        """Whether a load is allowed, and faster than computing. A single block is computed."""
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
         return self._loads_for(request_state) and (
             not computed_tokens or request_state.request.num_tokens - computed_tokens > least_block
@@ -438,7 +435,7 @@ class RequestLookups:
     def withdraw(self, request_state: RequestState, *, is_stored_late: bool = False) -> None:
         """End the announcement, but for chunks that are being stored.
 
-        is_stored_late: the next step stores them. An engine that awaits them does so until then
+        is_stored_late: the next step stores them, and ends it
         """
         announcement, request_state.announcement = request_state.announcement, None
         if announcement is None:
@@ -450,7 +447,7 @@ class RequestLookups:
             self._thread.submit(announcement.close)
 
     def withdraw_late(self, request_id: str) -> None:
-        """End the announcement of a prompt that was stored late, if there is one."""
+        """End the announcement of a prompt that was stored late."""
         if (announcement := self._late_announcements.pop(request_id, None)) is not None:
             self._thread.submit(announcement.close)
 

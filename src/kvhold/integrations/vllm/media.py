@@ -1,9 +1,8 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
 vLLM's own caches go by an identifier that a client may choose. After an identifier has stood for
-two contents, vLLM may compute one with the other's KV, so later requests of this identifier are not
-stored. vLLM leaves out content that this process already had under the same identifier; then the
-earlier content counts.
+two contents, vLLM may compute one with the other's KV, so its later requests are not stored. vLLM
+leaves out content that this process had under the same identifier; then that counts.
 """
 
 import threading

@@ -115,7 +115,7 @@ def prompt_of(
 ) -> Prompt | str:
     """Return the named prompt, or why its KV cannot be named.
 
-    Call it for every request, in the order of arrival: vLLM's own caches keep every request's KV.
+    Call it for every request, in the order of arrival.
     """
     inserts = _inserts_of(request, media)
     lora = ""

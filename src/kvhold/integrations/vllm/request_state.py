@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 class RequestState:
     """naming: of the hashed prompt; None: not cached
     arriving: the hit that `lookup` refreshes
-    asked_s, since_s: times of the last and the first call for this hit, the latter without a wait
-        for another engine
+    asked_s, since_s: the last and the first call for this hit, without a wait for another engine
     first_asked_s: the same, with this wait
     ask_again_s: the next call during this wait
     tried: `num_preemptions` at the last lookup; None: look up. Each start tries one load

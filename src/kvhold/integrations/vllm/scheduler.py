@@ -320,7 +320,7 @@ class SchedulerSide:
         """Forget an ended request.
 
         True: keep its blocks until its last tokens are stored. The second value is for the engine
-        that decodes; None: there is none, or nothing is handed over.
+        that decodes, or None.
         """
         request_state = self._request_states.pop(request.request_id, None)
         if request_state is None:
@@ -348,7 +348,6 @@ class SchedulerSide:
         *,
         complete: bool,
     ) -> bool:
-        """Return whether the request's blocks are kept until its last tokens are stored."""
         late = (
             complete
             and bool(request_state.pending_steps)
@@ -390,8 +389,7 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Invalidate all stored KV and drop current stores.
 
-        vLLM calls this after weights have changed in place. A random tag in the namespace separates
-        KV of old and new weights.
+        vLLM calls this after weights have changed in place. A random tag renews the namespace.
         """
         before = self._namespace
         self.lookups.namespace = self._configured.narrowed(tags=(("reset", token_hex(8)),))

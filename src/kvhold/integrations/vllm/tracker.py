@@ -1,7 +1,7 @@
 """Track one request's computed tokens and stored chunks. No I/O, no vLLM.
 
 Only the prompt's tokens and those in `all_token_ids` are known; drafts and placeholders are not. A
-step stores the KV of the first min(computed, known) tokens. This KV is final after the step's pass,
+step stores the KV of the first min(computed, known) tokens, which is final after the step's pass,
 because each pass begins with the last sampled token. An ended request's last token has no KV.
 """
 
@@ -56,8 +56,7 @@ class RequestTracker:
 
     def advance(self, scheduled_tokens: int, computed_tokens: int | None = None) -> None:
         """scheduled_tokens: including drafts and placeholders
-        computed_tokens: the engine's count before the step. If the tracker's count is larger,
-            chunks beyond `computed_tokens` count as not stored
+        computed_tokens: the engine's count before the step; chunks beyond count as not stored
         """
         if computed_tokens is not None and computed_tokens < self._counted:
             self.taken_back_tokens += self._counted - computed_tokens

@@ -1,7 +1,7 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-A thread pins slices (0.1 s per GiB). It keeps the mappings until it has unpinned them: else the
-device would mistake new memory at the same address for the old memory.
+A thread pins slices (0.1 s per GiB), and keeps the mappings until it has unpinned them: the device
+would mistake new memory at the same address for the old.
 """
 
 import logging
@@ -156,9 +156,8 @@ class PinnedArenas:
     ) -> Iterator[Reach]:
         """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
-        Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block.
-        Raises DeviceError, and CapacityError if only a part is pinned, or if the arena is being
-        unpinned.
+        Waits for a running pin; unpinned bytes stay so in the block. Raises DeviceError, and
+        CapacityError if only a part is pinned, or if the arena is being unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)
@@ -321,7 +320,6 @@ def _unpin(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> None:
 
 
 _never_unmapped: list[PinnedArena] = []
-"""Unpinning failed: they stay mapped, so no memory reuses their addresses."""
 
 
 def _end_all(arenas: list[PinnedArena]) -> None:

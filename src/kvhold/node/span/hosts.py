@@ -40,10 +40,7 @@ _answer: Decoder[s.Answer] = Decoder(s.Answer)
 
 
 class Host(Protocol):
-    """A host of the engine.
-
-    shards: of its workers, in order
-    """
+    """shards: of its workers, in order"""
 
     name: str
     shards: tuple[int, ...]
@@ -123,8 +120,6 @@ class OwnHost:
 
 @dataclass(frozen=True)
 class RelayPlace:
-    """A relay's address, and its host's shards."""
-
     name: str
     address: str
     token: str = field(repr=False)

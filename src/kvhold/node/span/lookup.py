@@ -1,8 +1,7 @@
 """Lookups of an engine on several hosts.
 
 A hit is the part that all hosts have, pinned on all. Hosts with a longer hit are asked again for
-the shortest length until all are equal: a shorter prompt may need other chunks. A lost or cleared
-host is a miss.
+the shortest length until all are equal. A lost or cleared host is a miss.
 """
 
 import logging

@@ -259,14 +259,10 @@ class Rows:
 
 
 class Sorting:
-    """Sorts rows by time of use, in steps. Rows may change between steps.
+    """Sorts rows by time of use, in steps (`look`, `sort`, `link`). Rows may change in between.
 
-        for _ in sorting.look(): ...
-        sorting.sort()  # may run in a thread
-        for _ in sorting.link(): ...
-
-    Rows used after `look` stay last. The victims of `lru` and `fifo` are right from the first step
-    of `link` on, those of `mru` at its end.
+    `sort` may run in a thread. Rows used after `look` stay last. The victims of `lru` and `fifo`
+    are right from the first step of `link` on, those of `mru` at its end.
     """
 
     def __init__(self, rows: Rows) -> None:

@@ -1,12 +1,10 @@
 """Changes of peers that come over a bus, instead of a connection to each peer (docs/peers.md).
 
 Records are not trusted. A node seals them with a key from its `PeerWelcome`. The clock in the seal
-exposes delayed and repeated records.
+exposes delayed and repeated records. One event loop.
 
-    seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
-          as they are sent over a connection
-
-One event loop.
+seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
+      as they are sent over a connection
 """
 
 import asyncio
@@ -222,8 +220,7 @@ class Inboxes:
         self.num_ignored = 0
 
     def open(self, incarnation: int, told: p.PeerBus, *, asked_ms: int, own: Inbox | None) -> Inbox:
-        """own: the caller's inbox, reused for the same incarnation. Another follower's is replaced:
-             it has taken records that the caller lacks
+        """own: the caller's inbox, reused for the same incarnation. Another follower's is replaced
 
         Raises ValueError.
         """

@@ -1,7 +1,7 @@
 """How chunks come from one peer's memory: by NIXL where that is faster, else over TCP.
 
-The peer lends chunks over a connection (`net/peers.py`), this node reads them from its arena, and
-returns them. After any fault, chunks come over TCP for a while. One event loop.
+The peer lends chunks (`net/peers.py`), which this node reads and returns. After any fault, chunks
+come over TCP for a while. One event loop.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class PeerChannel:
         self._reason = plan.reason or _NOT_YET
 
     def follow(self, incarnation: int, *, is_offered: bool) -> None:
-        """Open it in the background, unless that was tried already for this start of the peer."""
+        """Open it in the background, once for this start of the peer."""
         if self.plan.memory is None or self.plan.reason or incarnation == self._incarnation:
             return
         self._shut(_NOT_YET if is_offered else NOT_OFFERED)
@@ -236,7 +236,7 @@ class PeerChannel:
     async def _measure(
         self, stream: Stream, memory: RemoteMemory, name: str, offer: p.ChannelOffer
     ) -> str:
-        """Compare the bytes that come both ways, and the times. Raises ChannelFault."""
+        """Compare bytes and times of both ways. Raises ChannelFault."""
         over_tcp = memoryview(bytearray(SAMPLE_BYTES))
         there, here = offer.sample_address, address_of(memory.scratch)
         pieces = [

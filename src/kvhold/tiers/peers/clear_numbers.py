@@ -1,8 +1,7 @@
 """The numbers of clears, by which a clear on one host holds for the chunks of its peers.
 
-A host takes chunks only from a peer that has announced the same clears, or later ones. A number is
-larger than every known one of its prefix, and about the time in milliseconds at which memory was
-cleared. Any thread.
+A number is larger than every known one of its prefix, and about the time in milliseconds at which
+memory was cleared. Any thread.
 """
 
 import threading
@@ -78,7 +77,7 @@ class ClearNumbers:
 
 
 def keep(numbers: dict[bytes, int], prefix: bytes, number: int) -> None:
-    """The clear of everything is kept; else the oldest one beyond `MOST_NUMBERS` is forgotten."""
+    """Forget the oldest clear beyond `MOST_NUMBERS`, but not that of everything."""
     numbers.pop(prefix, None)
     numbers[prefix] = number
     while len(numbers) > MOST_NUMBERS:

@@ -58,7 +58,7 @@ class Directory(Protocol):
     def registered_as(self) -> str: ...
 
     async def close(self) -> None:
-        """End a registration. Raises TierError."""
+        """Raises TierError."""
         ...
 
 

@@ -237,7 +237,6 @@ class Follower:
         return len(numbers)
 
     async def _take_clears(self, clears: Sequence[p.ClearNumber]) -> None:
-        """Raises ValueError: no clear has such a number."""
         for at, clear in enumerate(clears, 1):
             if self._numbers.learn(clear.prefix, clear.number):
                 self._learned(clear.prefix)

@@ -62,7 +62,7 @@ class PeerIndex:
         return self._tables[digest % _TABLES].find(digest)
 
     def add(self, digest: int, nbytes: int, *, peer: int) -> None:
-        """The largest size is kept: codecs of hosts may differ, and a smaller frame fits, too.
+        """The largest size is kept: codecs of hosts may differ.
 
         Ignores the digest of a free slot, and invalid sizes.
         """

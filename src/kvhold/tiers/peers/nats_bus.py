@@ -243,10 +243,7 @@ class _Subscription:
 
 
 class _Client(Client):  # type: ignore[misc]  # it may not be installed
-    """Sends nothing in clear text if TLS is wanted: NATS begins without, and the server decides.
-
-    nats-py has no public way for this, nor to close a connection whose login was refused.
-    """
+    """Sends nothing in clear text if TLS is wanted, which nats-py cannot ensure."""
 
     def __init__(self, *, must_use_tls: bool) -> None:
         super().__init__()

@@ -217,7 +217,6 @@ class PeersTier:
         return bus
 
     def use_channel(self, plan: ChannelPlan) -> None:
-        """Set how chunks may come, before the tier is used."""
         if self._config.tls and plan.memory is not None and plan.is_measured:
             plan = ChannelPlan(reason=NOT_WITH_TLS)
         self._plan = plan

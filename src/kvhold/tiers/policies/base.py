@@ -1,9 +1,5 @@
 """The contract of an eviction policy.
 
-    policy.insert(key, nbytes, parent)                # parent: the previous chunk of the prompt
-    for key in policy.victims(nbytes, pinned):        # keys to evict, in order, for `nbytes` bytes
-        policy.remove(key, evicted=True)
-
 **No policy evicts a prefix before its continuation.** A pinned continuation protects its whole
 known prefix. Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 """
@@ -87,14 +83,13 @@ class Policy(Protocol):
         *,
         if_known: bool = False,
     ) -> None:
-        """Record chunks that the hit lacks, in the same group and shard. Call it after `used`.
+        """Record chunks that the hit lacks, in the same group and shard, after `used`.
 
         if_known: leave out chunks that were in no earlier lookup
         """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
-        """How long after its eviction a chunk was expected to be used again. Call it before
-        `missed`.
+        """How long after its eviction a chunk was expected to be used again; before `missed`.
 
         None: unknown, or no use was expected.
 

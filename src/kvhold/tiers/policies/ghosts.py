@@ -158,7 +158,7 @@ def age_s_of(past: int, now_s: float) -> float:
 
 
 def queue_of(past: int) -> int:
-    """Return the value and the kind in one number: value * MOST_KINDS + kind."""
+    """value * MOST_KINDS + kind."""
     return past >> _USES_BITS + 1 & (1 << _PAST_BITS - _USES_BITS - 1) - 1
 
 

@@ -1,12 +1,11 @@
 """Evicts the chunk with the lowest worth, learnt from the times between uses (docs/eviction.md).
 
-Only the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is
-worth more. `ghosts.py` remembers evicted and missing chunks.
+Only the oldest leaf of each kind and value is compared. `ghosts.py` remembers evicted and missing
+chunks.
 
-The chunks of a prompt with equal pasts are a *run*. They mostly come back together, so only one
-chunk of each run, the *sample*, is counted. Otherwise, a few long prompts would determine what is
-learnt. A run is the same in all parts of a lookup, in all groups and shards, and however long
-storing it takes.
+The chunks of a prompt with equal pasts are a *run*. Only one chunk of each run, the *sample*, is
+counted, or a few long prompts would determine the counts. A run is the same in all parts of a
+lookup, in all groups and shards, and however long storing it takes.
 """
 
 import time
@@ -243,8 +242,7 @@ class LearnedPolicy(ChainPolicy):
     def _inserted(self, chunk: Chunk) -> None:
         """Give a new chunk its past, which all its groups and shards share.
 
-        The entry of the group and shard that lookups name takes the past out of the ghosts, and is
-        the sample if there is one.
+        The entry that lookups name takes the past out of the ghosts, and may be the sample.
         """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
@@ -277,7 +275,7 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
-        """Drop a queue that `chunk` has left. Otherwise up to 2800 empty queues would remain."""
+        """Drop a queue that `chunk` has left: 2800 empty ones would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)

@@ -1,13 +1,12 @@
 """Learns after how long chunks are used again, for each kind of chunk (docs/eviction.md).
 
 Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
-age: intervals between two uses that reached the bucket, and that ended there.
+age: intervals between two uses that reached the bucket, and that ended there. A *factor* says how
+much a use of a chunk saves, and multiplies the probability.
 
-For a new chunk, the time h of a worth is at least the end of the first bucket; a worth below 0
-saves writes. A *factor* says how much a use of a chunk saves, and multiplies the probability.
+For a new chunk, the time h of a worth is at least the end of the first bucket.
 
-Each place has its own price. A disk's thread may read its `Worths` while memory's thread calls
-`ReuseTimes`. Pure.
+A disk's thread may read its `Worths` while memory's thread calls `ReuseTimes`. Pure.
 """
 
 from bisect import bisect_right
@@ -295,7 +294,6 @@ class ReuseTimes:
         self._cohorts = kept
 
     def _update(self, passed_s: float) -> None:
-        """Compute the worths of some kinds again: more if more time has passed, up to a limit."""
         num = min(_KINDS_A_TICK * max(1, int(passed_s / _TICK_S)), _MOST_KINDS)
         first = self._to_update
         last = min(first + num, self.num_kinds)
@@ -335,7 +333,6 @@ class ReuseTimes:
 
 
 def _with_neighbours(counts: Floats) -> Floats:
-    """Add the counts of the buckets before and after, because each has few."""
     sums = counts.copy()
     sums[:, 1:] += counts[:, :-1]
     sums[:, :-1] += counts[:, 1:]

@@ -70,10 +70,9 @@ def command(
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Compare kvhold, vLLM alone, its prefix cache and offloading, and LMCache 0.5.6.
+    """Compare kvhold, vLLM alone, its prefix cache and offloading, and LMCache 0.5.6 in real vLLMs.
 
-    All run in real vLLM engines. The
-    first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
+    The first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
     missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
     kvhold failed, answered differently, or reused nothing. Ctrl-C shows the results so far.
     """
@@ -123,9 +122,8 @@ def vllm(
 ) -> None:
     """`kvhold bench compare` only in memory: the cost of kvhold, and its gain by reuse.
 
-    Compares a real vLLM with kvhold, vLLM alone, its offloading, and an unlimited prefix cache, in
-    a working set larger than vLLM's own memory. Exits with 1 if two systems answered differently,
-    or if kvhold reused nothing. Ctrl-C shows the results so far.
+    The working set is larger than vLLM's own memory. Exits with 1 if two systems answered
+    differently, or if kvhold reused nothing. Ctrl-C shows the results so far.
     """
     needing_pictures(plot)
     host = _Host.of(model_size, threads, peer)

@@ -1,7 +1,6 @@
 """The requests of a run: stages of visits to documents.
 
-At the next visit of a document, an engine's KV memory still holds a set of half its size. Shares of
-reuse fall, so earlier visits had the reused part.
+Shares of reuse fall, so earlier visits had the reused part.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -81,7 +80,7 @@ class VisitStage:
 @dataclass(frozen=True)
 class ComparePlan:
     """held_prompts:  prompts that a connector in "ram" holds
-    strict:        a failure or another answer ends the run, instead of dropping the system
+    strict:        a failure or another answer ends the run
     settles:       wait until a system rests before the next is asked
     page_cache:    leave lower tiers' files in the kernel's page cache
     """

@@ -3,8 +3,7 @@
     python -m kvhold_lab.bench.compare_engines.child kvhold_lab.bench.compare_engines.kvhold_child
     .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
 
-Arguments: the driver's module, and modules that an engine imports anyway. LMCache's environment has
-only the standard library and numpy.
+LMCache's environment has only the standard library and numpy.
 
     {"op": "start", ...}  -> {"seconds": ...}
     {"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}

@@ -1,7 +1,7 @@
 """How much stores and loads slow a decoding engine, by the device's clock.
 
-Windows of steps without and with copies alternate. A step stores as much as a prefill of 25,000
-tokens a second computes (16 MiB in 5 ms). Loads run as fast as they can.
+Windows with and without copies alternate. A step stores 16 MiB in 5 ms, as a prefill of 25,000
+tokens a second does; loads run as fast as they can.
 """
 
 from collections import deque
@@ -199,7 +199,7 @@ class RepeatedCopies:
     def __init__(self, copier: Copier, sample: CopySample, verb: Verb) -> None:
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")
-        # The next step waits until a store is submitted, not until it is committed.
+        # The next step waits until a store is submitted.
         self._settler = ThreadPoolExecutor(1) if verb == "stores" else self._worker
         self._running: list[_Running] = []
         with sample.reserve() as reservation:

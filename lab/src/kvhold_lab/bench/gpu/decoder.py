@@ -17,8 +17,6 @@ from kvhold_lab.bench.gpu.target import Target
 
 
 class Tick(Protocol):
-    """A point in the decoder's stream."""
-
     def wait(self) -> None:
         """The thread sleeps."""
 

@@ -1,7 +1,6 @@
-"""Kills processes while they copy: none of their bytes may reach memory that is reserved again.
+"""Kills processes while they copy: no byte may reach memory that is reserved again.
 
-The memory is filled with another value, which must stay. The control, a child that copies into
-returned memory, must be found.
+The memory is filled with another value, which must stay. A control must be found.
 
     python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER [astray]   # a child; prints "copying"
 """

@@ -59,8 +59,6 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class _Sizes:
-    """lengths: of the prompts, in tokens"""
-
     config: dict[str, Any]
     lengths: tuple[int, ...]
     rounds: int

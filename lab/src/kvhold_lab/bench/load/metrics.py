@@ -32,7 +32,7 @@ class Spread:
 @dataclass(frozen=True)
 class Figures:
     """duration_s: from the first start to the last end, failed ones too
-    busy_s: time with a successful request in flight
+    busy_s: with a successful request in flight
     itl_s: between tokens
     late_s: from arrival to sending
     decode_tokens_s: output tokens a second after the first

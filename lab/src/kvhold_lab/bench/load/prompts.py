@@ -33,8 +33,7 @@ class Prompts(Protocol):
     def piece(self, name: str, number: int, num_tokens: int) -> Content:
         """Return tokens or words; a shorter piece is a prefix of a longer one.
 
-        Numbers of one name, up to 63 bits, differ within the first tokens: the number's digits,
-        lowest first.
+        Numbers of one name, up to 63 bits, differ within the first tokens.
         """
 
 

@@ -1,8 +1,6 @@
 """Requests and replies of a load test: values only.
 
-A workload yields phases, a phase sessions. A session yields requests and receives replies:
-
-    reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
+A workload yields phases, a phase sessions. A session yields requests and receives replies.
 """
 
 from array import array

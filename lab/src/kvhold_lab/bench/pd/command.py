@@ -83,10 +83,9 @@ def command(
     """Prefill and decode on two real vLLMs behind `kvhold proxy`: how fast, and right under faults?
 
     Without --faults: time to the first token and between tokens, beside one engine alone. With it:
-    engines, node, proxy and clients fail, and each answer is compared with that of one engine
-    alone. Exits with 1 if an answer is wrong or late, if something stays held, or if a request
-    fails whose engines are there. Times do not decide that. vLLM's NixlConnector runs, too, if the
-    package nixl is installed.
+    engines, node, proxy and clients fail, and each answer is compared with one engine alone. Exits
+    with 1 if an answer is wrong or late, if something stays held, or if a request fails whose
+    engines are there. vLLM's NixlConnector runs, too, if the package nixl is installed.
     """
     if names and not is_faulty:
         raise click.UsageError("--fault chooses faults: add --faults")
@@ -133,7 +132,6 @@ def command(
 def _try_faults(
     work: "PdWork", names: tuple[str, ...], systems: list[str], json_file: Path | None
 ) -> bool:
-    """Return whether kvhold withstood them."""
     from kvhold_lab.bench.pd.trials import fault_rows
 
     rows: list[PdFaultRow] = []

@@ -15,8 +15,6 @@ _MOST_DETAILS = 3
 
 @dataclass(frozen=True)
 class PdShape:
-    """Numbers of prefill and decode engines."""
-
     prefill: int = 1
     decode: int = 1
 
@@ -102,10 +100,9 @@ class PdFaultRow:
     """wrong, deadline_missed and leaked must be 0, and errors at most errors_allowed.
 
     errors:          requests without a whole answer
-    errors_allowed:  those of them whose engine was gone
-    deadline_missed: answers and errors that came too late
-    leaked:          held by the node at the end: hits, leases, reservations, pinned chunks,
-                     announcements; of another connector, engines that hold blocks
+    errors_allowed:  those whose engine was gone
+    deadline_missed: late answers and errors
+    leaked:          held by the node at the end; of another connector, engines that hold blocks
     handed_tokens:   loaded by the decode engine; null: it was restarted
     detail:          first errors, holdings, and whether the fault came too late
     """
@@ -171,7 +168,7 @@ def judge(
 
 
 def count_held(statuses: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of the nodes' holdings by kind. statuses: `NodeStatus`"""
+    """statuses: `NodeStatus`"""
     held = Counter[str]()
     for status in statuses:
         held.update({**status["held"], **{name: status[name] for name in _HELD}})
@@ -179,14 +176,12 @@ def count_held(statuses: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def failed_rows(rows: Iterable[PdFaultRow]) -> list[PdFaultRow]:
-    """Return kvhold's rows that show a fault of kvhold."""
     return [row for row in rows if row.system == KVHOLD and not row.is_right]
 
 
 def by_conditions(
     names: Iterable[str], system: str
 ) -> Iterator[tuple[PdConditions, list[PdFault]]]:
-    """Group the faults that a system can be put to by how its engines are started."""
     chosen = [
         fault
         for name, fault in FAULTS.items()

@@ -1,7 +1,4 @@
-"""Prefill and decode engines: real vLLMs, started, stopped, paused and killed by their ids.
-
-Of kvhold, the nodes that the engines start are part of it. Waits are bounded. Not thread-safe.
-"""
+"""Prefill and decode engines: real vLLMs, with nodes of kvhold. Waits are bounded. One thread."""
 
 import os
 import signal
@@ -82,7 +79,7 @@ class PdPair:
         shape: PdShape = ONE_EACH,
         second_host: SecondHost | None = None,
     ) -> None:
-        """folder:       keeps logs and sockets, in a folder of this pair
+        """folder:       keeps logs and sockets
         max_tokens:   of a prompt and its answer
         held_prompts: in an engine's memory
         shape:        numbers of engines; "the prefill engine" is the first one
@@ -131,7 +128,7 @@ class PdPair:
         self.stop()
 
     def start_missing(self) -> None:
-        """Start the engines that do not run, on their ports. Raises EngineFailed."""
+        """On their ports. Raises EngineFailed."""
         missing: list[OpenAIServer] = []
         for role in ROLES:
             for number, port in enumerate(self._ports[role], 1):
@@ -171,8 +168,6 @@ class PdPair:
             engine.is_running for engine in engines.values()
         )
 
-    # faults
-
     def kill(self, role: Role) -> None:
         """The first engine."""
         self._engines[role][1].kill()
@@ -208,8 +203,6 @@ class PdPair:
         """That of the prefill engines."""
         os.kill(self._status("prefill")["pid"], signal.SIGKILL)
 
-    # observation
-
     def await_prefill(self) -> bool:
         """Wait until the prefill engine computes. False: it does not begin."""
         return wait_until(self._is_prefilling, _BEGINS_WITHIN_S)
@@ -222,7 +215,7 @@ class PdPair:
         return sum(int(engine.metric(_LOADED)) for engine in self._engines["decode"].values())
 
     def held_at_end(self) -> dict[str, int]:
-        """Return the holdings: none as soon as there are none, else those after half a minute."""
+        """Return the holdings: none as soon as there are none, else after half a minute."""
         held = {"silent node or engine": 1}
 
         def is_free() -> bool:
@@ -281,7 +274,6 @@ class PdPair:
         )
 
     def _peers(self, role: Role) -> dict[str, Any]:
-        """Settings of a node that reads the other role's."""
         host = self._second_host
         there, here = (host.address, host.here) if host is not None else (_LOOPBACK, _LOOPBACK)
         addresses = {

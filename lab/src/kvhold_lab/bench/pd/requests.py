@@ -91,7 +91,7 @@ def send(
     params: Mapping[str, Any] | None = None,
     request_id: str = "",
 ) -> PdAnswer:
-    """Send a request. A failing server is an error of the answer; nothing is raised."""
+    """Send a request. A failure is the answer's error."""
     began, tokens, error = time.monotonic(), list[int](), ""
     body, patience_s = request.body(salt, params), _PATIENCE * deadline_s
     try:
@@ -138,7 +138,6 @@ def post_prefill(
     timeout_s: float,
     request_id: str = "",
 ) -> dict[str, Any]:
-    """The same for a prompt."""
     body = _body(prompt) | {
         "max_tokens": 1,
         "return_token_ids": True,
@@ -200,7 +199,7 @@ def time_answer(
 def post(
     url: str, body: Mapping[str, Any], *, timeout_s: float, request_id: str = ""
 ) -> http.client.HTTPConnection:
-    """Send a request. The caller reads the answer, or closes the connection. Raises OSError."""
+    """Send a request. The caller reads the answer, or closes. Raises OSError."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
     headers = {"Content-Type": "application/json"}
     if request_id:

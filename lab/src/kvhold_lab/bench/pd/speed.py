@@ -1,9 +1,8 @@
 """`kvhold bench pd`: time to the first token of a hand-over, beside that of one engine.
 
-Each round asks every system for prompts of each share of reuse, one request at a time. A system's
-prompts have a salt of their own. Requests of "alone" and "prefill alone" are left alone by kvhold,
-in the same engines. "prefills next door" is the decode engine alone, while the prefill engine
-computes other prompts that it hands over.
+Each round asks every system for prompts of each share of reuse, one at a time; a system's prompts
+have their own salt. Requests of "alone" and "prefill alone" are not cached. "prefills next door" is
+the decode engine alone, while the prefill engine computes other prompts that it hands over.
 """
 
 import random
@@ -89,7 +88,6 @@ class PdTimes:
     gaps_s: dict[tuple[int, str], list[float]] = field(default_factory=dict)
 
     def add(self, reuse: int, num_tokens: int, answers: dict[str, TimedAnswer]) -> None:
-        """Add the answers of one round to the same prompt, by system."""
         cell = Cell(reuse, num_tokens, burst=False)
         for system, answer in answers.items():
             cell.seconds[system] = answer.ttft_s
@@ -183,7 +181,6 @@ def measure(
 
 
 def _prompts(work: PdSpeedWork, number: int) -> Iterator[tuple[int, list[int]]]:
-    """Prompts of one share begin alike."""
     for reuse in work.shares:
         prompt = make_prompt(
             work.model.path,
@@ -218,10 +215,7 @@ def _asking_beside(
 
 @contextmanager
 def _prefilling(url: str, work: PdSpeedWork) -> Iterator[None]:
-    """The engine computes new prompts for a decode engine, one after the other.
-
-    Raises EngineFailed.
-    """
+    """The engine computes new prompts for a decode engine. Raises EngineFailed."""
     is_over, has_begun = threading.Event(), threading.Event()
 
     def prefill() -> None:

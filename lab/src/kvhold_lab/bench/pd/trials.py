@@ -1,9 +1,7 @@
 """The faults of `kvhold bench pd --faults` in action, and the requests of their clients.
 
-    rows = fault_rows(work, names, systems, say)
-
-Each fault has its own cache salt, so nothing is found that an earlier one has stored. A client that
-leaves, or whose proxy is killed, sends its request again afterwards.
+Each fault has its own cache salt. A client that leaves, or whose proxy is killed, sends its request
+again.
 """
 
 import tempfile
@@ -161,7 +159,6 @@ class PdTrial:
         )
 
     def await_prefill(self) -> None:
-        """Return while the prefill engine computes."""
         if not self.pair.await_prefill():
             self.notes.append("the prefill engine was not seen computing")
 
@@ -171,7 +168,7 @@ class PdTrial:
             self.notes.append(f"fewer than {count} prompts were computed before the fault")
 
     def await_usable(self, proxy: ProxyProcess, role: Role) -> None:
-        """Return when the proxy has noticed that the engine is back."""
+        """Wait until the proxy knows that the engine is back."""
 
         def is_usable() -> bool:
             return all(
@@ -324,7 +321,6 @@ def _node_killed(trial: PdTrial) -> None:
 
 
 def _peer_killed(trial: PdTrial) -> None:
-    """The node that the decode engine's node reads."""
     with trial.proxy() as proxy:
         sent = trial.send(proxy.url, trial.requests)
         trial.await_prefilled(proxy, 1)
@@ -346,7 +342,7 @@ def _proxy_killed(trial: PdTrial) -> None:
 
 
 def _client_gone(trial: PdTrial) -> None:
-    """Some leave the proxy; of others, a proxy sends only the prefill part."""
+    """Some leave the proxy; a proxy sends only the prefill part of others."""
     first, second = trial.halves
     with trial.proxy() as proxy:
         with trial.pair.paused("decode"):
@@ -374,7 +370,6 @@ def _duplicate_legs(trial: PdTrial) -> None:
 
 
 def _stale_legs(trial: PdTrial) -> None:
-    """Parameters come again when nothing of the prompt is stored, and with another prompt."""
     handed = [params for [params] in trial.send_legs(trial.requests, trial.salt())]
     for part, params in enumerate((handed, handed, handed[1:] + handed[:1])):
         trial.collect(
@@ -386,7 +381,6 @@ def _stale_legs(trial: PdTrial) -> None:
 
 
 def _same_id(trial: PdTrial) -> None:
-    """Two prompts are handed over at the same time, under one id."""
     params = {
         "remote_prefiller": {
             "kv_request_id": _SAME_ID,

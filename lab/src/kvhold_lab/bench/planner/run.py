@@ -1,7 +1,7 @@
 """The engines and rounds: each request is computed, and loaded or planned.
 
-Two real vLLMs have their own node, and Redis behind a throttled link. One always loads, the other
-plans. Both also compute every request, under names that no lookup finds.
+Two real vLLMs have their own node, and Redis behind a throttled link. Both also compute every
+request, under names that no lookup finds.
 """
 
 import random

@@ -5,8 +5,6 @@ A context has pairs `key value` and runs `RUN key letter ...`. Questions:
     LOOKUP key -> the token after that key
     HOP    key -> the value of the key that is this key's value
     RUN    key -> all letters of that run
-
-`benchmarks/quality/train.py` trains on other draws.
 """
 
 from dataclasses import dataclass

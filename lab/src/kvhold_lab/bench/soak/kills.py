@@ -1,7 +1,6 @@
 """A node with a disk tier is killed while it stores and clears.
 
-After a restart, a prompt whose `flush` had returned must be a full hit, and the tier must count as
-many used bytes as the file system.
+After a restart, a flushed prompt must be a full hit, and the tier's used bytes the file system's.
 """
 
 import logging

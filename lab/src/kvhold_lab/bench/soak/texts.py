@@ -1,7 +1,4 @@
-"""Random prompts: they branch off earlier prompts, continue an answer, repeat, or are new.
-
-Half of the lengths are at or next to an edge of a block or chunk.
-"""
+"""Random prompts: they branch off earlier prompts, continue an answer, repeat, or are new."""
 
 import random
 from collections import deque

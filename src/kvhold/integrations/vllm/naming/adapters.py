@@ -1,11 +1,11 @@
 """Name a request's LoRA adapter by the content of its files.
 
 vLLM loads adapters without telling the connector (docs/decisions/0022). Its prefix cache identifies
-an adapter by name and path, its image embeddings by the name only. So after a name and path (for
-images: a name) have had two contents, the adapter is not cached until the engine restarts.
+an adapter by name and path, its image embeddings by the name. After these have had two contents,
+the adapter is not cached until the engine restarts.
 
-Files older than the engine had one content in every load. For newer files, the workers compare the
-name with their loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
+Files older than the engine had one content. For newer files, the workers compare the name with
+their loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
 """
 
 import logging
@@ -59,7 +59,7 @@ class Adapters:
 
     def name_of(self, adapter: Any, *, has_media: bool = False) -> str | None:
         """None: not cached; the reason is logged. Call it for every request with the adapter, in
-        the order of arrival.
+        order.
         """
         known_as = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         known = self._known.get(known_as)

@@ -35,7 +35,7 @@ class Chats:
     think_s: median time between two questions
     questions: mean number of a chat
     history_tokens, question_tokens, answer_tokens: medians
-    output_tokens: requested; may be fewer than in the next prompt
+    output_tokens: requested
     most_tokens: a chat ends before a longer prompt
     """
 

@@ -51,8 +51,7 @@ class MultiDocQA:
     def _draw(self, chance: random.Random) -> list[int]:
         if self.sampling == "random":
             return chance.sample(range(self.documents), self.documents_per_request)
-        # The largest u ** (1 / weight) are a weighted sample without repeats (Efraimidis and
-        # Spirakis, 2006).
+        # A weighted sample without repeats (Efraimidis and Spirakis, 2006).
         keys = {number: chance.random() ** (number + 1) for number in range(self.documents)}
         return sorted(keys, key=keys.__getitem__, reverse=True)[: self.documents_per_request]
 

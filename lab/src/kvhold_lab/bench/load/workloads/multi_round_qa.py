@@ -9,13 +9,12 @@ from kvhold_lab.bench.load.workloads.dataset import ChatExchange
 
 @dataclass(frozen=True)
 class MultiRoundQA:
-    """`users` concurrent users, who together ask `qps` questions a second, with the whole history
-    in the prompt.
+    """`users` users, who together ask `qps` questions a second, with the whole history.
 
     ramp_up_s: until all first users are present; None: users / qps
     staggered: the first users begin at different rounds, with made-up earlier answers
     duration_s: new users follow until then. None: only the first users
-    first_user: runs with different numbers have different histories
+    first_user: other numbers have other histories
     """
 
     users: int = 10
