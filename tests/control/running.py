@@ -1,6 +1,8 @@
 """A real node, and the API of `kvhold control` before it, on loopback and on its Unix socket."""
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +12,10 @@ import aiohttp
 
 from kvhold.control.server import ControlServer
 from kvhold.core.config import Config
+from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.setting import apply
+from kvhold.node import NodeClient
+from kvhold.testing.cache import store
 from tests.node.nodes import PATIENT_S
 
 Answered = tuple[int, Any]
@@ -31,7 +36,9 @@ class RunningControl:
         return f"http://127.0.0.1:{self.server.port}"
 
     async def own(self, method: str, path: str, body: Any = None) -> Answered:
-        async with self._own.request(method, f"http://localhost{path}", json=body) as response:
+        # as a file: aiohttp warns of large bytes
+        data = None if body is None else io.BytesIO(json.dumps(body).encode())
+        async with self._own.request(method, f"http://localhost{path}", data=data) as response:
             return response.status, await _content(response)
 
     async def ask(
@@ -41,6 +48,17 @@ class RunningControl:
             method, f"{self.url}{path}", json=body, headers=headers
         ) as response:
             return response.status, await _content(response)
+
+
+def flood(client: NodeClient, space: Namespace, num_prompts: int = 40) -> None:
+    """Store more than the node's memory holds."""
+    for number in range(num_prompts):
+        tokens = range(1_000_000 + 1000 * number, 1_000_000 + 1000 * number + 640)
+        store(client, space.prompt(list(tokens)))
+
+
+def tokens_of(prompt: Prompt) -> list[int]:
+    return [int(token) for token in prompt.tokens]
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:

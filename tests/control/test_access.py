@@ -29,6 +29,15 @@ BODIES: dict[str, Any] = {
     "lookup": {"namespace": "00", "tokens": []},
     "prefetch": {"namespace": "00", "tokens": []},
     "pin": {"namespace": "00", "tokens": []},
+    "checksums": {"namespace": "00", "tokens": []},
+    "lmcache_query_instance": {"ip": "192.0.2.1"},
+    "lmcache_lookup": {"tokens": []},
+    "lmcache_clear": {"instance_id": "00", "location": "all"},
+    "lmcache_pin": {"instance_id": "00", "location": "ram", "tokens": []},
+    "lmcache_compress": {"instance_id": "00", "location": "none", "method": "raw"},
+    "lmcache_decompress": {"instance_id": "00", "location": "none", "method": "raw"},
+    "lmcache_health": {"instance_id": "00"},
+    "lmcache_check_finish": {"event_id": "compress-7"},
 }
 
 
@@ -70,10 +79,16 @@ async def test_each_role_may_do_what_its_row_says_and_no_more(
                 )
                 refused = rank < int(route.role)
                 assert (status in (401, 403)) == refused, (role, route.path, answer)
+                assert refused or status not in (400, 500), (route.path, answer)  # a good body
                 if refused:
                     assert status == (403 if role else 401)
             status, _ = await control.ask("GET", "/metrics", headers=bearer(role))
             assert status == (200 if rank else 401)
+        for route in ROUTES:
+            wrong = {"Authorization": "Bearer t-administerx"}
+            path = route.path.replace("{digest}", "00").replace("{number}", "7")
+            status, _ = await control.ask(route.method, path, BODIES.get(route.name), wrong)
+            assert (status == 401) == (route.role is not ControlRole.NONE), route.path
         assert (await control.ask("GET", "/health/ready"))[0] == 200
 
 
@@ -190,8 +205,10 @@ async def test_a_bad_request_is_refused_and_changes_nothing(node: RunningNode) -
 
 async def test_sizes_and_parameters_are_bounded(node: RunningNode) -> None:
     async with running_control(node.path, max_body_bytes=1000) as control:
-        status, problem = await control.own("POST", "/v1/clear", {"namespace": "0" * 2000})
-        assert (status, problem["reason"]) == (413, "too_large")
+        for route in ROUTES:
+            if route.body is not None:
+                status, problem = await control.own("POST", route.path, {"namespace": "0" * 2000})
+                assert (status, problem["reason"]) == (413, "too_large"), route.path
         assert (await control.ask("GET", "/v1/status?x=1"))[1]["reason"] == "bad_request"
         assert (await control.ask("GET", "/v1/jobs/-1"))[1]["reason"] == "bad_request"
         assert (await control.ask("GET", "/v1/jobs/" + "9" * 40))[1]["reason"] == "bad_request"

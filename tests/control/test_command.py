@@ -1,10 +1,14 @@
-"""`kvhold control` and `kvhold clear`, as a user calls them; and the OpenAPI document."""
+"""`kvhold control`, `clear`, `lookup`, `prefetch`, `pin` and `unpin`, as a user calls them; and
+the OpenAPI document.
+"""
 
 import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +17,15 @@ import pytest
 from kvhold.control.openapi import document
 from kvhold.control.routes import ROUTES
 from kvhold.testing.cache import a_prompt, store
-from tests.node.nodes import PATIENT_S, SPACE, RunningNode, clean_environ, run_kvhold
+from tests.control.running import flood, running_control, tokens_of
+from tests.node.nodes import (
+    PATIENT_S,
+    SPACE,
+    RunningNode,
+    clean_environ,
+    eventually,
+    run_kvhold,
+)
 
 
 async def test_it_says_where_it_is_and_ends_with_sigterm(node: RunningNode) -> None:
@@ -89,6 +101,64 @@ def test_lookup_tells_where_a_prompt_is(node: RunningNode, tmp_path: Path) -> No
     }
     shown = run_kvhold(*arguments, "--prefetch").stdout
     assert "64 of 70 tokens are cached" in shown and "never_stored" in shown
+
+
+def write_tokens(folder: Path, tokens: list[int]) -> str:
+    file = folder / "tokens.json"
+    file.write_text(json.dumps(tokens))
+    return str(file)
+
+
+async def test_a_prompt_is_pinned_listed_and_unpinned(node: RunningNode, tmp_path: Path) -> None:
+    client, prompt = node.client(), a_prompt(SPACE, 64)
+    client.register(SPACE)
+    store(client, prompt)
+    file = write_tokens(tmp_path, tokens_of(prompt))
+
+    async def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(run_kvhold, *arguments, "--socket", str(node.path))
+
+    async with running_control(node.path):
+        order = (SPACE.digest.hex()[:9], "--tokens", file, "--ttl-s", "90", "--owner", "me")
+        done = await run("pin", *order)
+        assert "pin 1 keeps 64 tokens in memory" in done.stdout, done.stderr
+        assert client.status()["pinned_chunks"] == 4
+        [pin] = json.loads((await run("pin", "--json")).stdout)
+        assert (pin["number"], pin["owner"], pin["num_tokens"]) == (1, "me", 64)
+        assert 0 < pin["left_s"] <= 90
+        assert " me" in (await run("pin")).stdout
+        refused = await run("pin", *order[:4], "0")
+        assert refused.returncode == 1 and "ttl_s = 0" in refused.stderr
+        assert json.loads((await run("unpin", "1", "--json")).stdout)["num_tokens"] == 64
+        assert client.status()["pinned_chunks"] == 0
+        refused = await run("unpin", "1")
+        assert refused.returncode == 1 and "there is no pin 1" in refused.stderr
+        assert "there are no pins" in (await run("pin")).stdout
+    for arguments in (("pin",), ("unpin", "1")):
+        refused = await run(*arguments)
+        assert refused.returncode == 1 and "start it with `kvhold control`" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    wrong = await run("pin", "--tokens", file)
+    assert wrong.returncode == 2 and "give a NAMESPACE" in wrong.stderr
+
+
+def test_a_prompt_is_prefetched(tmp_path: Path, start_node: Callable[..., RunningNode]) -> None:
+    settings = tmp_path / "kvhold.toml"
+    settings.write_text(f'tiers = ["disk://{tmp_path}/disk?max_bytes=256MiB"]\n')
+    node = start_node("--config", str(settings))
+    client, prompt = node.client(), a_prompt(SPACE, 64)
+    client.register(SPACE)
+    store(client, prompt)
+    assert client.flush(deadline_s=PATIENT_S)
+    flood(client, SPACE)
+    assert client.flush(deadline_s=PATIENT_S)
+    before = client.status()["counters"].get("kvhold_promoted_chunks", 0)
+    file = write_tokens(tmp_path, tokens_of(prompt))
+    done = run_kvhold(
+        "prefetch", SPACE.digest.hex(), "--tokens", file, "--json", "--socket", str(node.path)
+    )
+    assert json.loads(done.stdout) == {"tokens": 64, "begun": True}, done.stderr
+    eventually(lambda: client.status()["counters"].get("kvhold_promoted_chunks", 0) >= before + 4)
 
 
 @pytest.mark.parametrize("content", ["{}", "[1.5]", "[true]", "[", '["a"]', "[4294967296]"])

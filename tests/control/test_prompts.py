@@ -9,23 +9,12 @@ from kvhold.control.pins import bytes_of
 from kvhold.core.keys import Namespace
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, LAYOUTS, PLAIN, a_prompt, store
-from tests.control.running import RunningControl, running_control
+from tests.control.running import RunningControl, flood, running_control, tokens_of
 from tests.node.nodes import RunningNode, eventually
 
 SPACE = Namespace("content:1", PLAIN, title="one")
 DIGITS = SPACE.digest.hex()
 ARENA = 16 << 20
-
-
-def flood(client: NodeClient, num_prompts: int = 40) -> None:
-    """Store more than the node's memory holds."""
-    for number in range(num_prompts):
-        tokens = range(1_000_000 + 1000 * number, 1_000_000 + 1000 * number + 640)
-        store(client, SPACE.prompt(list(tokens)))
-
-
-def tokens_of(prompt: Any) -> list[int]:
-    return [int(token) for token in prompt.tokens]
 
 
 async def ask(
@@ -72,7 +61,7 @@ async def test_a_pinned_prompt_stays_while_others_go(node: RunningNode) -> None:
         assert (pin["num_tokens"], pin["owner"], pin["namespace"]) == (64, "me", DIGITS)
         assert pin["bytes"] == bytes_of(PLAIN, 64) == 4 * PLAIN.chunk_bytes(0, 16)
         assert 3590 < pin["left_s"] <= 3600
-        await asyncio.to_thread(flood, client)
+        await asyncio.to_thread(flood, client, SPACE)
         assert (await ask(control, "/v1/lookup", pinned))["num_tokens"] == 64
         assert (await ask(control, "/v1/lookup", loose))["num_tokens"] == 0
         _, found = await control.own("GET", "/v1/pins")
@@ -80,7 +69,7 @@ async def test_a_pinned_prompt_stays_while_others_go(node: RunningNode) -> None:
         status, _ = await control.own("DELETE", f"/v1/pins/{pin['number']}")
         assert status == 200
         assert (await control.own("DELETE", f"/v1/pins/{pin['number']}"))[0] == 404
-        await asyncio.to_thread(flood, client)
+        await asyncio.to_thread(flood, client, SPACE)
         assert (await ask(control, "/v1/lookup", pinned))["num_tokens"] == 0
     eventually(lambda: client.status()["pinned_chunks"] == 0)
 
@@ -148,7 +137,7 @@ async def test_what_is_on_a_disk_is_prefetched(
     store(client, prompt)
     async with running_control(node.path) as control:
         await control.own("POST", "/v1/flush", {"timeout_s": 60})
-        await asyncio.to_thread(flood, client)
+        await asyncio.to_thread(flood, client, SPACE)
         await control.own("POST", "/v1/flush", {"timeout_s": 60})
         before = client.status()["counters"].get("kvhold_promoted_chunks", 0)
         await ask(control, "/v1/prefetch", prompt)
@@ -169,6 +158,14 @@ BAD_ORDERS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/pins", {"owner": "x" * 101}, "bad_request"),
     ("/v1/pins", {"tokens": [1, 2, 3]}, "not_cached"),
     ("/v1/prefetch", {"token": []}, "bad_request"),
+    ("/v1/checksums", {"tokens": [1 << 40]}, "bad_request"),
+    ("/v1/checksums", {"namespace": "ffff"}, "no_namespace"),
+    ("/v1/lookup", {"tokens": None}, "bad_request"),
+    ("/v1/lookup", {"text": "twice"}, "bad_request"),
+    ("/v1/pins", {"messages": []}, "bad_request"),
+    ("/v1/pins", {"tokens": None, "messages": [{"role": "user"}]}, "bad_request"),
+    ("/v1/pins", {"tokens": None, "text": ["a"]}, "bad_request"),
+    ("/v1/pins", {"tokens": None, "text": "a"}, "no_tokenizer"),
 ]
 
 

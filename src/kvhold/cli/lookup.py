@@ -5,9 +5,7 @@ import click
 
 from kvhold.cli.connect import connect
 from kvhold.cli.options import json_option, socket_option
-from kvhold.cli.prompts import prompt_options, tokens_of
-from kvhold.core.errors import ConfigError
-from kvhold.node.namespaces import namespace_for_prompts
+from kvhold.cli.prompts import prompt_options, query_of, tokens_of
 
 
 @click.command()
@@ -32,11 +30,7 @@ def command(
     """
     prompt_tokens = tokens_of(tokens, text, tokenizer)
     with connect(socket, "kvhold lookup") as client:
-        space = namespace_for_prompts(client, namespace)
-        try:
-            query = space.prompt(prompt_tokens).query()
-        except ValueError as error:
-            raise ConfigError(f"tokens: {error}") from None
+        query = query_of(client, namespace, prompt_tokens)
         if prefetch:
             client.prefetch(query)
         with client.lookup(query, uses="none") as hit:

@@ -1,4 +1,4 @@
-"""A prompt on the command line: for `kvhold lookup` and `kvhold prefetch`."""
+"""A prompt on the command line: for `kvhold lookup`, `pin` and `prefetch`."""
 
 import json
 from collections.abc import Callable
@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 import click
 
 from kvhold.core.errors import ConfigError
+from kvhold.core.keys import Query
+from kvhold.node import NodeClient
+from kvhold.node.namespaces import namespace_for_prompts
 
 _MOST_BYTES = 256 << 20
 
@@ -33,6 +36,15 @@ def tokens_of(tokens: Path | None, text: str | None, tokenizer: str | None) -> l
     if (tokens is None) == (text is None) or (text is None) != (tokenizer is None):
         raise click.UsageError("give --tokens FILE, or --text TEXT with --tokenizer MODEL")
     return _read(tokens) if tokens is not None else _tokenized(str(text), str(tokenizer))
+
+
+def query_of(client: NodeClient, namespace: str, tokens: list[int]) -> Query:
+    """namespace: its first digits. Raises NoSuchNamespace, ConfigError."""
+    space = namespace_for_prompts(client, namespace)
+    try:
+        return space.prompt(tokens).query()
+    except ValueError as error:
+        raise ConfigError(f"tokens: {error}") from None
 
 
 def _read(path: Path) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Annotated, TypedDict
 import msgspec
 
 from kvhold.control.advice import ReasonRow, reason_rows
+from kvhold.control.checksums import PromptChecksums, checksums_of
 from kvhold.control.history import HistoryAnswer
 from kvhold.control.jobs import JobRequest, JobRow, Jobs
 from kvhold.control.node import ControlledNode
@@ -21,6 +22,7 @@ from kvhold.control.rows import (
     namespace_facts,
     namespace_row,
 )
+from kvhold.control.tokenizing import MOST_CHARACTERS, MOST_MESSAGES, ChatMessage, PromptTokenizers
 from kvhold.core.keys import NAMESPACE_BYTES, Namespace, Query
 from kvhold.core.planning import MOST_NAME, Decision
 from kvhold.core.status import NodeStatus, check_status
@@ -28,7 +30,7 @@ from kvhold.node import NodeClient
 from kvhold.node.namespaces import find_digest, find_namespace, namespace_for_prompts
 
 _MOST_FLUSH_S = 60.0
-_MOST_TTL_S = 7 * 86400.0
+MOST_TTL_S = 7 * 86400.0
 _PATIENCE_S = 1.0  # for lower tiers
 
 
@@ -66,26 +68,32 @@ class ReencodeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier:      its name, as in the status
     codec:     the new one
     namespace: the first digits of the only namespace's digest; empty: all that the node knows
+    tokens:    only the chunks of this prompt of the namespace; null: all
     """
 
     tier: str
     codec: str
     namespace: str = ""
+    tokens: list[int] | None = None
 
 
 class PromptOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt.
+    """A prompt: as tokens, as text or as messages.
 
     namespace: the first digits of its digest
-    tokens:    the prompt's tokens
+    tokens:    its tokens
+    text:      its text, to which the tokenizer adds its special tokens
+    messages:  its chat messages, for the model's chat template
     """
 
     namespace: str
-    tokens: list[int]
+    tokens: list[int] | None = None
+    text: Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)] | None = None
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MOST_MESSAGES)] | None = None
 
 
 class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
-    """A prompt to pin.
+    """A prompt to pin, as tokens, as text or as messages.
 
     ttl_s: how long; at most a week
     owner: who asks for it
@@ -187,11 +195,16 @@ class ControlApi:
     """Each method raises ControlRefusal."""
 
     def __init__(
-        self, node: ControlledNode, recorder: Recorder | None, max_pinned_bytes: int
+        self,
+        node: ControlledNode,
+        recorder: Recorder | None,
+        tokenizers: PromptTokenizers,
+        max_pinned_bytes: int,
     ) -> None:
         """recorder: None: no history"""
         self._node = node
         self._recorder = recorder
+        self._tokenizers = tokenizers
         self._jobs = Jobs(node)
         self._pins = PromptPins(node, max_pinned_bytes)
 
@@ -267,9 +280,16 @@ class ControlApi:
         await self._node.call(lambda client: client.prefetch(query))
         return {"begun": True}
 
+    async def checksums(self, order: PromptOrder) -> PromptChecksums:
+        """The chunks do not count as used."""
+        namespace, query = await self._prompt(order)
+        return await self._node.call(
+            lambda client: checksums_of(client, namespace, query, wait_s=_PATIENCE_S)
+        )
+
     async def pin(self, order: PinOrder) -> PinRow:
-        if not 0 < order.ttl_s <= _MOST_TTL_S:
-            raise _bad(f"ttl_s = {order.ttl_s:g}: must be above 0, and at most {_MOST_TTL_S:g}")
+        if not 0 < order.ttl_s <= MOST_TTL_S:
+            raise _bad(f"ttl_s = {order.ttl_s:g}: must be above 0, and at most {MOST_TTL_S:g}")
         namespace, query = await self._prompt(order)
         return await self._pins.pin(PinRequest(namespace, query, order.owner, order.ttl_s))
 
@@ -280,11 +300,19 @@ class ControlApi:
         return await self._pins.unpin(number)
 
     async def _prompt(self, order: PromptOrder) -> tuple[Namespace, Query]:
+        if sum(part is not None for part in (order.tokens, order.text, order.messages)) != 1:
+            raise _bad('give the prompt as one of "tokens", "text" and "messages"')
         namespace = await self._node.call(
             lambda client: namespace_for_prompts(client, order.namespace)
         )
+        if order.text is not None:
+            tokens = await self._tokenizers.text_tokens(namespace, order.text)
+        elif order.messages is not None:
+            tokens = await self._tokenizers.chat_tokens(namespace, order.messages)
+        else:
+            tokens = order.tokens or []
         try:
-            prompt = namespace.prompt(order.tokens)
+            prompt = namespace.prompt(tokens)
         except ValueError as error:
             raise _bad(f"tokens: {error}") from None
         return namespace, prompt.query()
@@ -310,10 +338,14 @@ class ControlApi:
         }
 
     async def reencode(self, request: ReencodeOrder) -> JobRow:
-        namespace = None
-        if request.namespace:
+        namespace, query = None, None
+        if request.tokens is not None:
+            order = PromptOrder(request.namespace, tokens=request.tokens)
+            space, query = await self._prompt(order)
+            namespace = space.digest
+        elif request.namespace:
             namespace = await self._node.call(lambda client: find_digest(client, request.namespace))
-        return await self._jobs.begin(JobRequest(request.tier, request.codec, namespace))
+        return await self._jobs.begin(JobRequest(request.tier, request.codec, namespace, query))
 
     async def jobs(self) -> JobsAnswer:
         return {"jobs": await self._jobs.rows()}

@@ -12,6 +12,7 @@ from kvhold.control.node import ControlledNode
 from kvhold.control.refusals import ControlRefusal
 from kvhold.core.api import Reencoding
 from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import Query
 
 _MOST_RUNNING = 16
 _MOST_KEPT = 256
@@ -56,11 +57,14 @@ class JobRow(TypedDict):
 
 @dataclass(frozen=True)
 class JobRequest:
-    """namespace: digest; None: all"""
+    """namespace: digest; None: all
+    query:     only the chunks of this prompt; None: all
+    """
 
     tier: str
     codec: str
     namespace: bytes | None
+    query: Query | None = None
 
 
 @dataclass
@@ -111,7 +115,9 @@ class Jobs:
                 HTTPStatus.TOO_MANY_REQUESTS, "busy", f"{running} jobs are running or waiting"
             )
         reencoding = await self._node.call(
-            lambda client: client.reencode(request.tier, request.codec, namespace=request.namespace)
+            lambda client: client.reencode(
+                request.tier, request.codec, namespace=request.namespace, query=request.query
+            )
         )
         job = _Job(next(self._numbers), request, reencoding)
         self._jobs[job.number] = job

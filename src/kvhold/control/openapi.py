@@ -8,7 +8,8 @@ import msgspec
 
 from kvhold import __version__
 from kvhold.control.access import ControlRole
-from kvhold.control.routes import ROUTES, Route
+from kvhold.control.route import Route
+from kvhold.control.routes import ROUTES
 
 _PROBLEM = {
     "description": "An error.",

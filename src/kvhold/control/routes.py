@@ -1,47 +1,15 @@
 """The table of the API's routes, from which the server and the OpenAPI document are made."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from kvhold.control import api
 from kvhold.control.access import ControlRole
+from kvhold.control.checksums import PromptChecksums
 from kvhold.control.history import HistoryAnswer
 from kvhold.control.jobs import JobRow
+from kvhold.control.lmcache_routes import LMCACHE_ROUTES
 from kvhold.control.pins import PinRow
+from kvhold.control.route import Route
 from kvhold.control.rows import NamespaceFacts
 from kvhold.core.status import NodeStatus
-
-
-@dataclass(frozen=True)
-class Route:
-    """path:  may end with a parameter in braces
-    answer: type of the answer
-    body:   type of the request's body
-    query:  its parameters, with their help
-    call:   gets the API, and the parameters or the body by keyword
-    """
-
-    method: str
-    path: str
-    role: ControlRole
-    summary: str
-    answer: Any
-    call: Callable[..., Awaitable[Any]]
-    body: Any = None
-    query: Mapping[str, str] = field(default_factory=dict)
-    status: int = 200
-
-    @property
-    def name(self) -> str:
-        return self.call.__name__
-
-    def role_for(self, body: Any) -> ControlRole:
-        """To clear everything takes more than to clear one namespace."""
-        if isinstance(body, api.ClearOrder) and body.all:
-            return ControlRole.ADMINISTER
-        return self.role
-
 
 _API = api.ControlApi
 
@@ -139,6 +107,15 @@ ROUTES = (
         _API.prefetch,
         body=api.PromptOrder,
     ),
+    Route(
+        "POST",
+        "/v1/checksums",
+        ControlRole.OPERATE,
+        "Checksums of a prompt's cached chunks, which are read and checked.",
+        PromptChecksums,
+        _API.checksums,
+        body=api.PromptOrder,
+    ),
     Route("GET", "/v1/pins", ControlRole.READ, "The pins.", api.PinsAnswer, _API.pins),
     Route(
         "POST",
@@ -190,4 +167,5 @@ ROUTES = (
         _API.cancel,
     ),
     Route("POST", "/v1/stop", ControlRole.ADMINISTER, "End the node.", api.StopAnswer, _API.stop),
+    *LMCACHE_ROUTES,
 )

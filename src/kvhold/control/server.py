@@ -23,13 +23,15 @@ from kvhold.control.openapi import document
 from kvhold.control.pages import PAGE_POLICY, read_pages
 from kvhold.control.recorder import Recorder, state_and_samples
 from kvhold.control.refusals import ControlRefusal
-from kvhold.control.routes import ROUTES, Route
+from kvhold.control.route import Route
+from kvhold.control.routes import ROUTES
+from kvhold.control.tokenizing import PromptTokenizers
 from kvhold.core.config import Config
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import UNDECODABLE, ConfigError
 from kvhold.net.addresses import is_loopback, split_address
 from kvhold.net.tls import server_context
-from kvhold.node.paths import history_path, socket_path
+from kvhold.node.paths import control_path, history_path, socket_path
 from kvhold.node.socket_lock import SocketLock, bind_own
 
 log = logging.getLogger(__name__)
@@ -52,11 +54,16 @@ class ControlServer:
         self._access = Access(self._config, self.host)
         self._tls = _tls_of(self._config)
         node_path = socket_path(config.node.socket)
-        self.path = _path_of(self._config, node_path)
+        self.path = control_path(self._config.socket, node_path)
         timeout_s = self._config.node_timeout_s
         self._node = ControlledNode(
             node_path,
-            replace(config.client, call_timeout_s=timeout_s, arrival_timeout_s=timeout_s),
+            replace(
+                config.client,
+                call_timeout_s=timeout_s,
+                arrival_timeout_s=timeout_s,
+                check_memory=True,  # for checksums
+            ),
             self._config.max_running,
         )
         self._recorder: Recorder | None = None
@@ -68,7 +75,10 @@ class ControlServer:
                 else history_path(node_path),
                 self._config.history_interval_s,
             )
-        self._api = ControlApi(self._node, self._recorder, self._config.max_pinned_bytes)
+        self._tokenizers = PromptTokenizers(self._config.tokenizers)
+        self._api = ControlApi(
+            self._node, self._recorder, self._tokenizers, self._config.max_pinned_bytes
+        )
         self._document = msgspec.json.encode(document())
         self._stopping = asyncio.Event()
 
@@ -104,6 +114,7 @@ class ControlServer:
                 await runner.cleanup()
                 if self._recorder is not None:
                     await self._recorder.close()
+                self._tokenizers.close()
                 await self._node.close()
 
     def stop(self) -> None:
@@ -307,12 +318,6 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["Server"] = "kvhold"
     response.headers["Cache-Control"] = "no-store"
     response.headers["X-Content-Type-Options"] = "nosniff"
-
-
-def _path_of(config: ControlConfig, node_path: Path) -> Path:
-    if not config.socket:
-        return node_path.with_name("control.sock")
-    return Path(config.socket).expanduser().absolute()
 
 
 def _tls_of(config: ControlConfig) -> ssl.SSLContext | None:

@@ -51,6 +51,13 @@ class ControlConfig:
     history_interval_s: float = setting(
         10.0, "seconds between two samples of the metrics; 0: no history", minimum=0
     )
+    tokenizers: tuple[str, ...] = setting(
+        (),
+        "tokenizers of prompts that are given as text or messages: a table of MODEL = PATH, or "
+        "MODEL=PATH with spaces between. MODEL: as `kvhold names` shows it, or at least the first "
+        "4 digits of a namespace; PATH: the model's folder, or its tokenizer.json",
+        pairs=True,
+    )
     max_pinned_bytes: int = size(
         0, "most bytes of chunks that the API pins; 0: a quarter of the node's memory"
     )

@@ -25,8 +25,12 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     secret: bool = False,
+    pairs: bool = False,
 ) -> Any:
-    """A secret value is never in errors, logs and status."""
+    """A secret value is never in errors, logs and status.
+
+    pairs: a list of NAME=VALUE, also accepted as a table
+    """
     return field(
         default=default,
         metadata={
@@ -35,6 +39,7 @@ def setting(
             "minimum": minimum,
             "maximum": maximum,
             "secret": secret,
+            "pairs": pairs,
         },
         repr=not secret,
     )
@@ -87,7 +92,8 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
             return None
         value = _as_number(value, float)
     elif kind == tuple[str, ...]:
-        value = _as_lines(value)
+        is_table = rules.get("pairs") and isinstance(value, Mapping)
+        value = _as_pairs(value) if is_table else _as_lines(value)
     elif kind is str and not isinstance(value, str):
         raise ValueError("must be text")
     if rules.get("choices") and value not in rules["choices"]:
@@ -101,6 +107,13 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
     if rules.get("maximum") is not None and value > rules["maximum"]:
         raise ValueError(f"must be at most {rules['maximum']:g}")
     return value
+
+
+def _as_pairs(table: Mapping[Any, Any]) -> tuple[str, ...]:
+    for name, text in table.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the value of {name!r} must be text")
+    return tuple(f"{name}={text}" for name, text in table.items())
 
 
 def _as_lines(value: Any) -> tuple[str, ...]:

@@ -59,9 +59,16 @@ def namespace_for_prompts(client: NodeClient, digits: str) -> Namespace:
     """Raises NoSuchNamespace."""
     space = find_namespace(client, digits)
     layout = client.layout_of(space.digest)
-    facts = unpack(space.description).facts
+    described = unpack(space.description)
+    facts = described.facts
     if layout is None:
         raise NoSuchNamespace(f"the node knows no layout of {digits!r}: its engine has gone")
     if facts.get("hashing") != _HASHING or not facts.get("shards", "").isdecimal():
         raise NoSuchNamespace(f"prompts of {digits!r} are not named by their tokens alone")
-    return DigestNamespace("", layout, shards=int(facts["shards"]), known_digest=space.digest)
+    return DigestNamespace(
+        "",
+        layout,
+        shards=int(facts["shards"]),
+        title=described.title,
+        known_digest=space.digest,
+    )

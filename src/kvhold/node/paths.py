@@ -42,6 +42,13 @@ def socket_path(configured: str) -> Path:
     return path
 
 
+def control_path(configured: str, path: Path) -> Path:
+    """Return the API's socket. path: the node's"""
+    if not configured:
+        return path.with_name("control.sock")
+    return Path(configured).expanduser().absolute()
+
+
 def lock_path(path: Path) -> Path:
     return Path(f"{path}.lock")
 

@@ -1,0 +1,38 @@
+"""A route of the API."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvhold.control.access import ControlRole
+from kvhold.control.api import ClearOrder
+
+
+@dataclass(frozen=True)
+class Route:
+    """path:  may end with a parameter in braces
+    answer: type of the answer
+    body:   type of the request's body
+    query:  its parameters, with their help
+    call:   gets the API, and the parameters or the body by keyword
+    """
+
+    method: str
+    path: str
+    role: ControlRole
+    summary: str
+    answer: Any
+    call: Callable[..., Awaitable[Any]]
+    body: Any = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    status: int = 200
+
+    @property
+    def name(self) -> str:
+        return self.call.__name__
+
+    def role_for(self, body: Any) -> ControlRole:
+        """To clear everything takes more than to clear one namespace."""
+        if isinstance(body, ClearOrder) and body.all:
+            return ControlRole.ADMINISTER
+        return self.role
