@@ -26,6 +26,7 @@ _COMMANDS = {
     "kick": ("kvhold.cli.kick", "End a client of the node."),
     "lookup": ("kvhold.cli.lookup", "Show how much of a prompt is cached, and where."),
     "clear": ("kvhold.cli.clear", "Forget the KV of a namespace, or all of it."),
+    "probe": ("kvhold.cli.probe", "Ask whether the node works, by an exit code."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "List the kinds of tiers and their settings."),
     "doctor": ("kvhold.cli.doctor", "Test the node and each tier, and report faults."),

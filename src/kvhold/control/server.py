@@ -21,6 +21,7 @@ from kvhold.control.exposition import CONTENT_TYPE, render, render_absent
 from kvhold.control.node import ControlledNode
 from kvhold.control.openapi import document
 from kvhold.control.pages import PAGE_POLICY, read_pages
+from kvhold.control.place import control_path
 from kvhold.control.recorder import Recorder, state_and_samples
 from kvhold.control.refusals import ControlRefusal
 from kvhold.control.routes import ROUTES, Route
@@ -52,7 +53,7 @@ class ControlServer:
         self._access = Access(self._config, self.host)
         self._tls = _tls_of(self._config)
         node_path = socket_path(config.node.socket)
-        self.path = _path_of(self._config, node_path)
+        self.path = control_path(self._config, node_path)
         timeout_s = self._config.node_timeout_s
         self._node = ControlledNode(
             node_path,
@@ -307,12 +308,6 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["Server"] = "kvhold"
     response.headers["Cache-Control"] = "no-store"
     response.headers["X-Content-Type-Options"] = "nosniff"
-
-
-def _path_of(config: ControlConfig, node_path: Path) -> Path:
-    if not config.socket:
-        return node_path.with_name("control.sock")
-    return Path(config.socket).expanduser().absolute()
 
 
 def _tls_of(config: ControlConfig) -> ssl.SSLContext | None:
