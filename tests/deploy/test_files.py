@@ -66,6 +66,19 @@ def test_prometheus_accepts_the_rules() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_prometheus_accepts_the_settings_of_the_docs(tmp_path: Path) -> None:
+    page = (DEPLOY.parent / "docs/deploy.md").read_text()
+    (settings,) = re.findall(r"^```yaml\n(scrape_configs:.*?)^```", page, re.MULTILINE | re.DOTALL)
+    file = tmp_path / "prometheus.yml"
+    file.write_text(settings)
+    checked = subprocess.run(
+        [program("promtool"), "check", "config", "--syntax-only", str(file)],
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_accepts_the_units(unit: Path, tmp_path: Path) -> None:
     verify = program("systemd-analyze")

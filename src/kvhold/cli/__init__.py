@@ -29,6 +29,7 @@ _COMMANDS = {
     "pin": ("kvhold.cli.pin", "Keep a prompt's KV in memory for a time, or list the pins."),
     "unpin": ("kvhold.cli.unpin", "End a pin."),
     "clear": ("kvhold.cli.clear", "Forget the KV of a namespace, or all of it."),
+    "probe": ("kvhold.cli.probe", "Ask whether the node works, by an exit code."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "List the kinds of tiers and their settings."),
     "doctor": ("kvhold.cli.doctor", "Test the node and each tier, and report faults."),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 
+from kvhold_lab.servers.helm import provide_helm
+
 VERBS = "libibverbs.so.1"  # of Mooncake's client and LMCache, even without RDMA
 PACKAGES = {  # program or library -> Debian package
     "redis-server": "redis-server",
@@ -39,6 +41,7 @@ def main() -> None:
     if not missing(PACKAGES):
         click.echo("servers for tests: all there")
     provide(PACKAGES, click.echo)
+    provide_helm(click.echo)
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
