@@ -271,7 +271,7 @@ class RedisTier:
     async def _unreadable(
         self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Sets a fault for a key that holds no string. Returns keys whose damaged values were removed."""
+        """Set a fault for a key that holds no string. Return keys with removed, damaged values."""
         broken: list[bytes] = []
         for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):
             if isinstance(length, ErrorReply):
