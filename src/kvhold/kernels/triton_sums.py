@@ -19,7 +19,7 @@ PROGRAMS = 264  # two for each multiprocessor of an H100
 _WARPS = 1  # a block has 128 words
 
 
-class RunningSums:
+class _StartedSums:
     """Valid after the stream has passed."""
 
     def __init__(self, found: torch.Tensor, table: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class RunningSums:
         return found
 
 
-def begin_sums(ranges: Ranges, device: str) -> RunningSums:
+def begin_sums(ranges: Ranges, device: str) -> _StartedSums:
     """The ranges must suit GPUs."""
     on_host = device == "cpu"
     if on_host and not INTERPRETED:
@@ -44,7 +44,7 @@ def begin_sums(ranges: Ranges, device: str) -> RunningSums:
     table = of_host if on_host else of_host.to(device, non_blocking=True)
     found = torch.empty(ranges.count, dtype=torch.int64, pin_memory=not on_host)
     _launch(table, ranges.count, ranges.nbytes.size, found, device)
-    return RunningSums(found, table)
+    return _StartedSums(found, table)
 
 
 def prepare(device: str) -> None:
