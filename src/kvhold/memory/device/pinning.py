@@ -320,6 +320,7 @@ def _unpin(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> None:
 
 
 _never_unmapped: list[PinnedArena] = []
+"""Unpinning failed: they stay mapped, so no memory reuses their addresses."""
 
 
 def _end_all(arenas: list[PinnedArena]) -> None:
