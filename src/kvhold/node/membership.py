@@ -47,7 +47,7 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """The node then takes the memory back."""
+        """Whether the link may close. The node then takes the memory back."""
         return self.retired and not self._held and not self._callers
 
 

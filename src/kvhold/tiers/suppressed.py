@@ -67,6 +67,7 @@ class Suppressed:
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:
+        """End a pending clear: its values are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
         if self._due.get(prefix, 0) <= number:

@@ -155,7 +155,7 @@ class TierReader:
         except asyncio.CancelledError:
             self._tell_given_up(left)
             raise
-        finally:
+        finally:  # no search waits for ever, no memory is lost
             self._tell_fetched(
                 [
                     (pending_read.entry, why.get(number, TIER_DOWN))
