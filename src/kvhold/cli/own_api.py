@@ -18,7 +18,9 @@ class ApiError(KVHoldError):
     """No API answers, or it refuses."""
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path
@@ -33,7 +35,7 @@ def ask_api(method: str, path: str, *, socket: str | None, body: Any = None) -> 
     """Return the answer. socket: the node's. Raises ApiError, ConfigError."""
     config = load_config({"node": {"socket": socket}} if socket else {})
     place = control_path(config.control.socket, socket_path(config.node.socket))
-    connection = _UnixConnection(place, 2 * config.control.node_timeout_s + _SPARE_S)
+    connection = UnixConnection(place, 2 * config.control.node_timeout_s + _SPARE_S)
     try:
         content = None if body is None else json.dumps(body)
         connection.request(method, path, content, {"Content-Type": "application/json"})

@@ -6,7 +6,6 @@ No secret is sent, unless the central cache has no TLS.
 import asyncio
 import http.client
 import json
-import socket
 import ssl
 from dataclasses import replace
 from http import HTTPStatus
@@ -16,6 +15,7 @@ from typing import Any
 import click
 
 from kvhold.cli.options import socket_option
+from kvhold.cli.own_api import UnixConnection
 from kvhold.core.config import Config, ListenConfig, load_config
 from kvhold.core.errors import NodeError, NodeRefused, TierDenied, TierError
 from kvhold.core.secrets import read_secret
@@ -138,7 +138,7 @@ async def _log_in(host: str, port: int, config: ListenConfig) -> None:
 def _ask_control(config: Config, *, live: bool, timeout_s: float) -> str:
     path = control_path(config.control.socket, socket_path(config.node.socket))
     asked = "live" if live else "ready"
-    connection = _UnixConnection(path, timeout_s)
+    connection = UnixConnection(path, timeout_s)
     try:
         connection.request("GET", f"/health/{asked}")
         answer = connection.getresponse()
@@ -160,14 +160,3 @@ def _detail(body: bytes, status: int) -> str:
         problem = None
     detail = problem.get("detail") if isinstance(problem, dict) else None
     return f"status {status}" if detail is None else str(detail)[:500]
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
