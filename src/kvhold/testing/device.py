@@ -14,6 +14,7 @@ from kvhold.core.errors import DeviceRefused
 from kvhold.memory.device import Copies, DeviceCopier, DeviceEvent, Lane, PinnedArenas, Settings
 
 _HESITATION_S = 0.005
+_CHANGES = 0.05  # how often other streams become the slow ones, per operation
 
 
 class FakeEvent:
@@ -42,6 +43,7 @@ class FakeDevice:
         self._streams = [self.engine]
         self._gates: deque[FakeEvent] = deque()
         self._random = Random(seed)
+        self._slow: list[FakeStream] | None = None
         self._lock = threading.RLock()
 
     def new_stream(self, name: str) -> FakeStream:
@@ -102,11 +104,19 @@ class FakeDevice:
             assert self.is_idle, "streams wait for each other"
 
     def _step(self, *, somebody_waits: bool = True) -> bool:
+        """Run one operation. Slow streams run only while a caller waits, after all others."""
+        if self._slow is None or self._random.random() < _CHANGES:
+            engine, *lanes = self._streams
+            one = self._random.choice(self._streams)
+            self._slow = self._random.choice([[engine], lanes, [one], []])
         ready = [
             stream
             for stream in self._streams
             if stream.operations and _is_ready(stream.operations[0])
         ]
+        others = [stream for stream in ready if stream not in self._slow]
+        if others or not somebody_waits:
+            ready = others
         if not ready and self._gates and somebody_waits:
             self._gates.popleft().has_fired = True
             return True
