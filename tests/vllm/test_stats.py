@@ -77,5 +77,5 @@ def test_a_metric_without_a_label_takes_none() -> None:
         Tally().add("loads", 1, "ram")
     with pytest.raises(AssertionError):
         Tally().add("hit_tokens", 1)
-    assert {label for label, _ in METRICS.values()} == {"", "source", "reason"}
+    assert {label for label, _ in METRICS.values()} == {"", "source", "reason", "result"}
     assert REASONS and KVHoldConnector.build_kv_connector_stats().is_empty()

@@ -37,6 +37,7 @@ from kvhold.core.reasons import (
     CLEARED,
     SLOWER,
 )
+from kvhold.core.tracing import TraceContext
 from kvhold.tiers.ram import Entry, RamTier
 
 _MOST_NOTED = 64  # per step
@@ -57,6 +58,7 @@ class _Asked:
     have_tokens: int
     uses: Uses
     intent: ComputeIntent | None
+    trace: TraceContext
 
     def search(self, wait: Wait | AnnouncementWait | None = None) -> Search:
         return Search(
@@ -68,6 +70,7 @@ class _Asked:
             have_tokens=self.have_tokens,
             intent=self.intent,
             wait=wait,
+            trace=self.trace,
         )
 
 
@@ -138,11 +141,12 @@ class Lookups:
         have_tokens: int = 0,
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
+        trace: TraceContext = "",
     ) -> Turns[Found]:
         layout = self._find_layout(query.layout)
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
-        asked = _Asked(owner, query, layout, num_keys, cost, have_tokens, uses, intent)
+        asked = _Asked(owner, query, layout, num_keys, cost, have_tokens, uses, intent, trace)
         if intent is not None:
             self._handovers.begin(owner, query, layout, intent)
         return (yield from self._look_up(asked))

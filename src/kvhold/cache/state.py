@@ -39,6 +39,7 @@ from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import PASSING, TIER_DOWN, Reason
 from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
+from kvhold.core.tracing import TraceContext
 from kvhold.memory.arena import Arena
 from kvhold.tiers.base import Origin
 from kvhold.tiers.policies import Policy, make_policy
@@ -185,9 +186,10 @@ class CacheState:
         have_tokens: int = 0,
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
+        trace: TraceContext = "",
     ) -> Turns[Found]:
         return self._lookups.lookup_turns(
-            owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent
+            owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent, trace=trace
         )
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import ConfigError
+from kvhold.core.otel_config import OtelConfig
 from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.setting import apply, setting, size, unknown_setting
 from kvhold.core.store_options import MAX_BITS
@@ -391,6 +392,7 @@ class Config:
     span: SpanConfig = field(default_factory=SpanConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    otel: OtelConfig = field(default_factory=OtelConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 

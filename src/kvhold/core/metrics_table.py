@@ -385,6 +385,13 @@ TABLE = {
             "Messages that broke the protocol.",
         ),
         Metric(
+            "kvhold_spans",
+            "counter",
+            "spans",
+            ("result",),
+            "Spans for the OpenTelemetry collector: exported, dropped, failed.",
+        ),
+        Metric(
             "kvhold_peer_loads",
             "counter",
             "loads",

@@ -17,8 +17,9 @@ from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
+from kvhold.core.tracing import TraceContext
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -70,13 +71,17 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """-> LookupAnswer"""
+    """-> LookupAnswer
+
+    trace: the parent of the spans of reads from tiers; empty: none
+    """
 
     query: Query
     cost: ComputeCost | None = None
     have_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     uses: Uses = "all"
     intent: ComputeIntent | None = None
+    trace: TraceContext = ""
 
 
 class LookupAnswer(Message, frozen=True):

@@ -42,6 +42,7 @@ from kvhold.core.planning import ComputeCost, ComputeIntent, Decision
 from kvhold.core.rules import store_options_of
 from kvhold.core.status import NodeStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
+from kvhold.core.tracing import TraceContext
 from kvhold.net import messages as m
 from kvhold.net.offsets import unpack
 from kvhold.node import forks
@@ -147,16 +148,23 @@ class NodeClient(WholePrompts):
         intent: ComputeIntent | None = None,
         wait_s: float | None = None,
         deadline_s: float | None = None,
+        trace: TraceContext = "",
     ) -> Hit:
-        """See `Cache`. deadline_s: per request; `wait_s` limits the wait for lower tiers"""
+        """See `Cache`. deadline_s: per request; `wait_s` limits the wait for lower tiers
+
+        trace: the parent of the node's spans; empty: none
+        """
         link = self._current("lookup")
         found = self._call(
-            m.Lookup(query, cost, have_tokens, uses, intent), m.LookupAnswer, deadline_s, link
+            m.Lookup(query, cost, have_tokens, uses, intent, trace),
+            m.LookupAnswer,
+            deadline_s,
+            link,
         )
 
         def poll(ticket: int, settle: bool, growth: bool) -> Found:
-            request = m.Refresh(ticket, settle, growth)
-            return self._call(request, m.LookupAnswer, deadline_s, link).found()
+            again = m.Refresh(ticket, settle, growth)
+            return self._call(again, m.LookupAnswer, deadline_s, link).found()
 
         number = found.ticket or found.announcement
         hit = Hit(

@@ -21,8 +21,9 @@ from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
-from kvhold.core.metrics import merged_samples
+from kvhold.core.metrics import Metrics, merged_samples
 from kvhold.core.status import NodePeersStatus, NodeStatus, TiersStatus
+from kvhold.core.tracing import Tracer
 from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena, Region, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
@@ -35,6 +36,7 @@ from kvhold.node.connection import ClientConnection
 from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.listener import Listener
 from kvhold.node.names import Names
+from kvhold.node.otel import make_tracer
 from kvhold.node.paths import clears_path, socket_path
 from kvhold.node.pauses import collect_all, collect_young
 from kvhold.node.peer_thread import PeerThread
@@ -57,6 +59,7 @@ class Node:
     _tier_worker: TierWorker | None = None
     _peers: PeerThread | None = None
     _remote_memory: RemoteMemory | None = None
+    _tracer: Tracer | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
         """idle_exit_s: end after this time without clients
@@ -88,6 +91,8 @@ class Node:
                     None if self._peers is None else self._peers.feed.note_on_disk,
                     plan,
                 )
+            with on_error(self._drop_peers, self._end_tier_worker):
+                self._trace(config)
         if self._peers is not None:
             self._announce_clears(self._peers.use(self._tier_worker))
         self._toucher = Toucher(self.arena.regions)
@@ -151,10 +156,26 @@ class Node:
             self._scrubber.stop()
             if self._tier_worker is not None:
                 await loop.run_in_executor(None, self._end_tier_worker)
+            if self._tracer is not None:
+                await loop.run_in_executor(None, self._tracer.close)
             if self._remote_memory is not None:
                 await loop.run_in_executor(None, self._remote_memory.close)
             self.arena.close()
             self._lock.close()
+
+    def _trace(self, config: Config) -> None:
+        """Only tiers have spans."""
+        if self._tier_worker is None:
+            return
+        metrics, lock = Metrics(), threading.Lock()
+
+        def count(result: str, num_spans: int) -> None:
+            with lock:
+                metrics.add("kvhold_spans", num_spans, result=result)
+
+        self._tracer = make_tracer(config.otel, "kvhold-node", count)
+        if self._tracer is not None:
+            self._tier_worker.trace(self._tracer, metrics)
 
     def _drop_peers(self) -> None:
         if self._peers is not None:

@@ -189,6 +189,7 @@ class Session:
             have_tokens=request.have_tokens,
             uses=request.uses,
             intent=request.intent,
+            trace=request.trace,
         )
         return self._in_turns(turns, self._found)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
+from kvhold.core.tracing import TraceContext, Tracer
 from kvhold.tiers.base import Learns
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.outcomes import Unknown
@@ -21,6 +22,9 @@ class TierPlace:
 
 
 class Stack:
+    tracer: Tracer | None = None
+    """Set before any call, to trace probes."""
+
     def __init__(self, guards: Sequence[Guard]) -> None:
         self.guards = list(guards)
 
@@ -35,16 +39,22 @@ class Stack:
         keys: Sequence[bytes],
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
+        *,
+        trace: TraceContext = "",
     ) -> dict[bytes, TierPlace]:
         """silent: receives the names of tiers that did not answer
         unknown: receives why not
+        trace:   the parent of the probes' spans
         """
         places: dict[bytes, TierPlace] = {}
         missing = list(keys)
         for number, guard in enumerate(self.guards):
             if not missing:
                 break
-            sizes = await guard.probe(missing, silent, unknown)
+            if self.tracer is not None and trace:
+                sizes = await _probe_traced(self.tracer, trace, guard, missing, silent, unknown)
+            else:
+                sizes = await guard.probe(missing, silent, unknown)
             places |= {
                 key: TierPlace(number, size)
                 for key, size in zip(missing, sizes, strict=True)
@@ -88,6 +98,34 @@ class Stack:
 
     async def close(self) -> None:
         await asyncio.gather(*(guard.close() for guard in self.guards))
+
+
+async def _probe_traced(
+    tracer: Tracer,
+    trace: TraceContext,
+    guard: Guard,
+    keys: list[bytes],
+    silent: set[str] | None,
+    unknown: Unknown | None,
+) -> list[int | None]:
+    faulty: set[str] = set()
+    found, span = (
+        0,
+        tracer.begin(
+            "kvhold.tier.probe",
+            trace,
+            {"kvhold.tier": guard.name, "kvhold.chunks": len(keys)},
+        ),
+    )
+    try:
+        sizes = await guard.probe(keys, faulty, unknown)
+        found = sum(size is not None for size in sizes)
+    finally:  # also if cancelled
+        if silent is not None:
+            silent |= faulty
+        if span is not None:
+            span.end({"kvhold.found_chunks": found}, fault=guard.last_fault if faulty else "")
+    return sizes
 
 
 def learning_tiers(stack: Stack) -> dict[str, Learns]:

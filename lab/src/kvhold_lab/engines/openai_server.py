@@ -45,9 +45,11 @@ class OpenAIServer(Child):
         port: int = 0,
         host: str = _LOOPBACK,
         under: Sequence[str] = (),
+        flags: Sequence[str] = (),
     ) -> None:
         """port:  0: a free one
         under: words before the command, such as `ip netns exec NAME`
+        flags: more of `vllm serve`
         """
         usual = own_environment() if options.own_binding else environment_for(options.num_threads)
         super().__init__(
@@ -58,6 +60,7 @@ class OpenAIServer(Child):
         self._port = port
         self._host = host
         self._under = under
+        self._flags = flags
 
     @property
     def base_url(self) -> str:
@@ -69,6 +72,7 @@ class OpenAIServer(Child):
         *,
         max_tokens: int,
         engine: int | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
     ) -> Completion:
         request = {
@@ -84,8 +88,10 @@ class OpenAIServer(Child):
         began = time.perf_counter()
         ttft_s: float | None = None
         text, token_ids, num_cached_tokens = "", list[int](), 0
-        headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
-        with self._response("POST", "/v1/completions", timeout_s, request, headers) as response:
+        ranked = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+        with self._response(
+            "POST", "/v1/completions", timeout_s, request, ranked | dict(headers or {})
+        ) as response:
             for event in _events(response):
                 if "error" in event:
                     raise self._running().failure("completion", f"answered {event['error']}")
@@ -123,6 +129,7 @@ class OpenAIServer(Child):
         argv = [
             *self._under,
             *_arguments(self.options, self._host, self._port, self._engines),
+            *self._flags,
         ]
         return LoggedProcess(
             self._name,

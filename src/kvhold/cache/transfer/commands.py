@@ -6,6 +6,7 @@ from typing import TypeAlias
 from kvhold.core.keys import HASH_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
+from kvhold.core.tracing import TraceContext
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import TierPlace
 
@@ -16,6 +17,7 @@ class ProbeCommand:
 
     search: int
     keys: list[bytes]
+    trace: TraceContext = ""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class PendingRead:
     layout: Layout | None
     place: TierPlace
     tenant: str = ""
+    trace: TraceContext = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import Reason
+from kvhold.core.tracing import TraceContext
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import TierPlace
 from kvhold.tiers.table import KeyTable
@@ -31,6 +32,7 @@ class Search:
     missing:    the first chunk missing in memory, if expected back
     wait:       for another engine's computing, before the probe
     futile:     number of vain waits
+    trace:      the parent of its spans; empty: none
     """
 
     owner: Hashable
@@ -62,6 +64,7 @@ class Search:
     futile: int = 0
     waited_s: float = 0.0
     is_announced: bool = False
+    trace: TraceContext = ""
 
     def __post_init__(self) -> None:
         self.forget_what_is_here()

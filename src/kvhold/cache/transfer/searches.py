@@ -132,7 +132,7 @@ class Searches:
         if self._searches.get(number) is not search:
             return
         if keys:
-            self._give_command(ProbeCommand(number, keys))
+            self._give_command(ProbeCommand(number, keys, search.trace))
         else:
             search.probing, search.requesting = False, True
             yield from self._request_turns(number, search)
@@ -162,7 +162,7 @@ class Searches:
             keys = yield from missing
             if keys and self._goes_on(number, search):
                 search.probing = True
-                self._give_command(ProbeCommand(number, keys))
+                self._give_command(ProbeCommand(number, keys, search.trace))
             elif self._goes_on(number, search):
                 yield from self._request_turns(number, search)
         finally:
@@ -459,7 +459,7 @@ class Searches:
         if entries is None:
             self._withdraw(search, need.key, NO_ROOM)
             return None
-        return PendingRead(entries[0], search.layout, place, search.query.tenant)
+        return PendingRead(entries[0], search.layout, place, search.query.tenant, search.trace)
 
     def _withdraw(self, search: Search, key: bytes, why: Reason) -> None:
         self._metrics.add("kvhold_withdrawn_chunks", reason=why)

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 from kvhold.cache.transfer.commands import FetchCommand, PendingRead
 from kvhold.cache.transfer.read_buffer import ReadBuffer
+from kvhold.cache.transfer.read_span import ReadSpan
 from kvhold.cache.transfer.tasks import Tasks
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.errors import FrameError
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BAD_FRAME, EXPIRED, TIER_DOWN, Reason
+from kvhold.core.tracing import Tracer
 from kvhold.tiers.base import Origin
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
@@ -58,6 +60,8 @@ class ReadOwner(Protocol):
 class TierReader:
     check = True
     """Off only to measure the cost of checks."""
+    tracer: Tracer | None = None
+    """Set before any call, to trace reads."""
 
     def __init__(
         self,
@@ -92,7 +96,14 @@ class TierReader:
             for batch in _batches(
                 pending_reads, lambda pending_read: pending_read.entry.nbytes, guard.batch_bytes
             ):
-                self._tasks.start(self._fetch_batch(guard, self._keyrings[tier], batch))
+                span = None
+                if self.tracer is not None:
+                    span = ReadSpan.begin(self.tracer, guard.name, batch)
+                fetching = self._tasks.start(
+                    self._fetch_batch(guard, self._keyrings[tier], batch, span=span)
+                )
+                if span is not None:
+                    fetching.add_done_callback(span.end)
 
     async def _fetch_batch(
         self,
@@ -101,11 +112,14 @@ class TierReader:
         batch: list[PendingRead],
         *,
         again: bool = False,
+        span: ReadSpan | None = None,
     ) -> None:
         left = {id(pending_read): pending_read for pending_read in batch}
         why: dict[int, Reason] = {}
         try:
             async with guard.gate.turn(Urgency.READ):
+                if span is not None:
+                    span.starts()
                 read_buffers = [
                     ReadBuffer.of(self._ram, pending_read, keyring) for pending_read in batch
                 ]
@@ -130,6 +144,8 @@ class TierReader:
                 id(pending_read): reason
                 for pending_read, reason in zip(batch, outcome.why, strict=True)
             }
+            if span is not None:
+                span.got(outcome, num_good=len(good))
             if not again:
                 missed = zip(batch, outcome.items, outcome.failed, strict=True)
                 resized = await self._resized(

@@ -45,6 +45,7 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import TIER_DOWN
 from kvhold.core.status import CacheTierStatus, TiersStatus
+from kvhold.core.tracing import Tracer
 from kvhold.core.turns import next_turn
 from kvhold.memory.pages import page_aligned
 from kvhold.tiers.base import KeepsClears, Parts, TellsChanges, ValueChanges
@@ -85,6 +86,7 @@ class TierWorker:
         self.ram = state.ram
         self._stack = stack
         self._metrics = metrics
+        self._tracer_metrics: list[Metrics] = []
         self._post = post
         # requests wait for checks, but not for encoding
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
@@ -138,6 +140,11 @@ class TierWorker:
             (guard.tier for guard in self._stack.guards if isinstance(guard.tier, PeersTier)), None
         )
 
+    def trace(self, tracer: Tracer, metrics: Metrics) -> None:
+        """Call it before any command. metrics: the tracer's"""
+        self._stack.tracer = self.reader.tracer = tracer
+        self._tracer_metrics = [metrics]
+
     def submit(self, commands: Sequence[Command]) -> None:
         if commands and not self._closed:
             self._loop.call_soon_threadsafe(self._accept, commands)
@@ -160,7 +167,8 @@ class TierWorker:
     @property
     def metrics(self) -> list[Metrics]:
         peers_tier = self.peers_tier
-        return [self._metrics] if peers_tier is None else [self._metrics, peers_tier.metrics]
+        of_peers = [] if peers_tier is None else [peers_tier.metrics]
+        return [self._metrics, *of_peers, *self._tracer_metrics]
 
     def _is_ready(self, codec: str) -> bool:
         return codec not in self._compiling or self._compiling[codec].done()
@@ -247,7 +255,7 @@ class TierWorker:
         nothing = partial(self._state.probed, command.search, {}, silent=TIER_DOWN)
         with on_error(lambda: self._post(nothing)):
             await self._meet(command.keys)
-            places = await self._stack.probe(command.keys, unknown=unknown)
+            places = await self._stack.probe(command.keys, unknown=unknown, trace=command.trace)
         self._post(
             lambda: self._state.probed(
                 command.search, places, silent=unknown.why, unknown=unknown.keys

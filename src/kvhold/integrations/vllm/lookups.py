@@ -164,6 +164,8 @@ class RequestLookups:
             produces=produces,
             awaits=awaits and not request.num_preemptions,
         )
+        if request_state.trace is not None:
+            request_state.trace.begin_lookup(self.namespace, request.num_tokens, computed_tokens)
         request_state.lookup = self._thread.submit(request_state.ask)
 
     def _hash_prompt(self, request: "Request", rules: RequestRules) -> Prompt | None:
@@ -230,6 +232,7 @@ class RequestLookups:
         awaits:   a prefill engine's KV
         """
         prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()
+        trace = request_state.trace
         request_state.is_lost = False
         try:
             patience_s = request_state.patience_s = self._patience(
@@ -269,6 +272,7 @@ class RequestLookups:
                     intent=intent,
                     wait_s=0,
                     deadline_s=patience_s,
+                    trace=trace.lookup_context if trace is not None else "",
                 )
         except NodeLost as error:
             log.debug("kvhold: lookup: %s", error)
@@ -346,6 +350,8 @@ class RequestLookups:
             request_state.lookup = request_state.lookup or lookup
             return False
         if hit is not None and hit.arriving and not last:
+            if request_state.trace is not None:
+                request_state.trace.note_arriving(hit)
             settle = bool(request_state.pending_steps) or (
                 not hit.waits
                 and began_s - request_state.since_s >= self._config.client.arrival_timeout_s
@@ -412,6 +418,8 @@ class RequestLookups:
         else:
             reason = hit.reason if hit.reason and hit.reason != WHOLE else BELOW_MINIMUM
             self._tally.looked_up(num_tokens, sources=hit.sources, reason=reason)
+        if request_state.trace is not None:
+            request_state.trace.end_lookup(hit, reason=reason)
 
     def saves_decode(self, request_state: RequestState) -> bool:
         """A resumable session's later prompts may contain more than tokens."""

@@ -7,8 +7,10 @@ from kvhold.core.api import Hit
 from kvhold.core.holdings import Holding
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import RequestRules
+from kvhold.core.tracing import TraceContext
 from kvhold.integrations.vllm.handovers import WHOLE_REQUEST, HandoverPart
 from kvhold.integrations.vllm.stats import NO_ANSWER
+from kvhold.integrations.vllm.tracing import RequestTrace
 from kvhold.integrations.vllm.tracker import RequestTracker
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class RequestState:
     pending_steps: steps that the tracker does not know yet
     no_hit: the reason of a miss if the cache gave none
     announcement: that this engine computes missing chunks
+    trace: None: not traced
     """
 
     request: "Request"
@@ -51,6 +54,11 @@ class RequestState:
     compute_s: float = 0.0
     no_hit: str = NO_ANSWER
     announcement: Holding | None = None
+    trace: RequestTrace | None = None
+
+    @property
+    def trace_context(self) -> TraceContext:
+        return self.trace.context if self.trace is not None else ""
 
 
 @dataclass(frozen=True)

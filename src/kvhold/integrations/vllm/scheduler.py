@@ -28,6 +28,7 @@ from kvhold.integrations.vllm.naming.loads import can_observe
 from kvhold.integrations.vllm.request_state import RequestState, Scheduled
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
+from kvhold.integrations.vllm.tracing import request_tracer
 from kvhold.memory.placement import place_own_threads, place_this_thread
 from kvhold.node.span import OtherHosts, OwnHost, Span, SpanHit
 
@@ -92,6 +93,7 @@ class SchedulerSide:
         self._adapters = Adapters(can_observe)
         self._request_states: dict[str, RequestState] = {}
         self.tally = Tally()
+        self._tracer = request_tracer(config.otel, self.tally)
         self._loads: list[Load] = []
         self._inside: list[str] = []
         self._last_stores: list[Store] = []
@@ -196,12 +198,15 @@ class SchedulerSide:
         if (before := self._request_states.pop(request.request_id, None)) is not None:
             self.lookups.let_go(before)
             self.lookups.withdraw(before)
+            if before.trace is not None:
+                before.trace.end(status="continued")
         if rules.store or rules.load:
             self._request_states[request.request_id] = RequestState(
                 request,
                 rules,
                 part=self.lookups.handovers.part_of(request),
                 naming=self.lookups.submit_name(request, rules),
+                trace=self._tracer.begin(request) if self._tracer is not None else None,
             )
         else:
             self.lookups.note(request)
@@ -282,6 +287,7 @@ class SchedulerSide:
                 patience_s=request_state.patience_s,
                 adapter=self._adapter_of(request_state),
                 tickets=self._tickets_of(request_state.hit),
+                trace=request_state.trace_context,
             )
         )
         if not self._layerwise:
@@ -330,6 +336,8 @@ class SchedulerSide:
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
         keeps_blocks = self._finish(request_state, request, tables, complete=complete)
+        if request_state.trace is not None:
+            request_state.trace.end(status=request.status.name.lower())
         tracker = request_state.tracker
         if not complete or tracker is None or not self._stores_for(request_state):
             return keeps_blocks, None
@@ -424,6 +432,8 @@ class SchedulerSide:
         if self._others is not None:
             self._others.close()
         self._cache.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     @property
     def _block(self) -> int:
@@ -502,6 +512,7 @@ class SchedulerSide:
             request_state.rules.store_options,
             last,
             self._adapter_of(request_state),
+            request_state.trace_context,
         )
 
     def _tickets_of(self, hit: Hit) -> tuple[int, ...]:

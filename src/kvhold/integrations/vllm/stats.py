@@ -45,6 +45,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "stored_bytes": ("", "Bytes copied out of blocks."),
     "stored_chunks": ("", "Chunks copied out of blocks, of one shard each."),
     "load_seconds": ("", "Time from a load's start to its end, summed."),
+    "spans": ("result", "Spans for the OpenTelemetry collector: exported, dropped, failed."),
 }
 """`{name: (label, help)}`; all are counters."""
 

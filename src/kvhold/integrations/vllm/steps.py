@@ -6,6 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvhold.core.keys import ChunkNames
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
+from kvhold.core.tracing import TraceContext
 from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 
@@ -17,6 +18,7 @@ class Load:
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
     inside: the step's pass waits for each layer
     patience_s: for the claim; None: a call's usual deadline
+    trace: the parent of its spans; empty: none
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class Load:
     patience_s: float | None = None
     adapter: AdapterUse | None = None
     tickets: tuple[int, ...] = ()
+    trace: TraceContext = ""
 
     def ticket_of(self, rank: int) -> int:
         return self.tickets[rank] if self.tickets else self.ticket
@@ -46,6 +49,7 @@ class Store:
     store_options: StoreOptions = DEFAULT_OPTIONS
     last: bool = False
     adapter: AdapterUse | None = None
+    trace: TraceContext = ""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from functools import cache
 
 from kvhold.core.errors import DeviceError, KVHoldError
 from kvhold.core.holdings import Reservation
+from kvhold.core.tracing import OpenSpan
 from kvhold.integrations.vllm.steps import Store
 from kvhold.memory.coding import infinite_chunks
 from kvhold.memory.copier import Piece, Transfer, wait_for
@@ -21,6 +22,7 @@ class Reserving:
     reservation: "Future[Reservation | None]"
     pieces: list[Piece] = field(default_factory=list)
     layers: "list[Future[Transfer]]" = field(default_factory=list)
+    span: OpenSpan | None = None
 
     def layer_copies(self) -> list[Transfer]:
         """Call it after the pass."""
@@ -36,15 +38,32 @@ class Reading:
 
     is_whole: they cover all granted chunks
     is_lost: the device failed and may still write
+    nbytes: of the granted chunks
     """
 
     transfers: list[Transfer]
     pieces: list[Piece] = field(default_factory=list)
     is_whole: bool = False
     is_lost: bool = False
+    nbytes: int = 0
 
 
 def settle(one: Reserving, read: "Future[Reading] | None") -> None:
+    stored = _Stored()
+    try:
+        _settle(one, read, stored)
+    finally:
+        if one.span is not None:
+            one.span.end({"kvhold.stored_chunks": stored.chunks, "kvhold.bytes": stored.nbytes})
+
+
+@dataclass
+class _Stored:
+    chunks: int = 0
+    nbytes: int = 0
+
+
+def _settle(one: Reserving, read: "Future[Reading] | None", stored: _Stored) -> None:
     reservation = None if one.reservation.cancelled() else one.reservation.result()
     if reservation is None:
         return
@@ -72,9 +91,9 @@ def settle(one: Reserving, read: "Future[Reading] | None") -> None:
                 }
                 if infinite:
                     _warn_of_infinity()
-                reservation.commit(
-                    [chunk for chunk in reservation.granted if chunk not in infinite]
-                )
+                chunks = [chunk for chunk in reservation.granted if chunk not in infinite]
+                reservation.commit(chunks)
+                stored.chunks, stored.nbytes = len(chunks), reading.nbytes
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)
 

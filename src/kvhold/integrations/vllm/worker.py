@@ -21,6 +21,7 @@ from kvhold.core.config import Config
 from kvhold.core.errors import DeviceError, KVHoldError, LayoutError, NodeError
 from kvhold.core.holdings import ABSENT, ChunkBytes, Lease, Reservation
 from kvhold.core.keys import Namespace
+from kvhold.core.tracing import OpenSpan
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.hosts import relay_address
@@ -31,6 +32,7 @@ from kvhold.integrations.vllm.naming.loads import AdapterLoads
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.storing import Reading, Reserving, settle
+from kvhold.integrations.vllm.tracing import begin_load, begin_store, end_load, engine_tracer
 from kvhold.memory.arena import Region, Toucher
 from kvhold.memory.coding import coded_view
 from kvhold.memory.copier import Copier, HostCopier, Mark, Piece
@@ -86,6 +88,8 @@ class WorkerSide:
         self._is_copier_given = copier is not None
         self._views: dict[int, list[View]] = {}
         self.tally = Tally()
+        self._tracer = engine_tracer(config.otel, self.tally)
+        self._inside: dict[str, OpenSpan] = {}  # loads inside the pass
         self._toucher: Toucher | None = None
         self._cache = join(config, namespace, name=name)
         placed: dict[str, Any] = {
@@ -203,7 +207,12 @@ class WorkerSide:
         if steps.storers is not None:
             stored = self._held if self._rank in steps.storers else range(0)
         self._reserved = [
-            Reserving(store, shard, self._storer.submit(self._reserve, store, shard))
+            Reserving(
+                store,
+                shard,
+                self._storer.submit(self._reserve, store, shard),
+                span=self._begin_store(store, shard) if self._tracer is not None else None,
+            )
             for store in steps.stores
             for shard in stored
         ]
@@ -216,7 +225,14 @@ class WorkerSide:
             self._loader.submit(self._load, load, mark)
         self._loading += len(beside)
         if self._layerwise is not None:
-            self._layerwise.begin([load for load in steps.loads if load.inside], self._prepare)
+            inside = [load for load in steps.loads if load.inside]
+            if self._tracer is not None:
+                self._inside |= {
+                    load.request_id: span
+                    for load in inside
+                    if (span := self._begin_load(load)) is not None
+                }
+            self._layerwise.begin(inside, self._prepare)
 
     def wait_for_layer(self, layer_name: str) -> None:
         if self._layerwise is not None:
@@ -253,7 +269,9 @@ class WorkerSide:
             if not self._layerwise.saved():
                 for one in reserved:
                     one.pieces.clear()
-            for failed in self._layerwise.end().values():
+            for request_id, failed in self._layerwise.end().items():
+                if (span := self._inside.pop(request_id, None)) is not None:
+                    end_load(span, failed)
                 self.tally.add("failed_loads" if failed else "loads", 1)
                 self._failed_blocks.update(failed)
                 computed = computed and not failed  # KV computed from failed blocks is wrong
@@ -304,7 +322,7 @@ class WorkerSide:
             if not one.pieces:
                 reading.transfers.append(self._copier.gather(reading.pieces, after=mark))
             reading.is_whole = True
-            self._count_stored(one.shard, reservation)
+            reading.nbytes = self._count_stored(one.shard, reservation)
         except DeviceError:
             reading.is_lost = True
         except KVHoldError as error:
@@ -358,6 +376,22 @@ class WorkerSide:
         if self._relay is not None:
             self._relay.close()
         self._cache.close()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _begin_load(self, load: Load) -> OpenSpan | None:
+        assert self._tracer is not None
+        block_ids = [np.array(ids, dtype=np.int64) for ids in load.block_ids]
+        nbytes = sum(
+            self._nbytes_into(view, ids)
+            for shard in self._held
+            for view, ids in zip(self._views[shard], block_ids, strict=True)
+        )
+        return begin_load(self._tracer, load, rank=self._rank, nbytes=nbytes)
+
+    def _begin_store(self, store: Store, shard: int) -> OpenSpan | None:
+        assert self._tracer is not None
+        return begin_store(self._tracer, store, rank=self._rank, shard=shard)
 
     def _reserve(self, store: Store, shard: int) -> Reservation | None:
         try:
@@ -395,13 +429,14 @@ class WorkerSide:
                 )
         return pieces
 
-    def _count_stored(self, shard: int, reservation: Reservation) -> None:
+    def _count_stored(self, shard: int, reservation: Reservation) -> int:
         nbytes = sum(
             _nbytes(view, reservation.chunks(number))
             for number, view in enumerate(self._views[shard])
         )
         self.tally.add("stored_bytes", nbytes)
         self.tally.add("stored_chunks", len(reservation.granted))
+        return nbytes
 
     def _prepare(self, load: Load, stack: ExitStack) -> list[Piece]:
         self._check_adapter(load)
@@ -419,17 +454,19 @@ class WorkerSide:
             pieces += self._pieces_into(load, shard, lease)
         return pieces
 
-    def _count_loaded(self, view: View, blocks: npt.NDArray[np.int64]) -> None:
-        self.tally.add(
-            "loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes
-        )
+    @staticmethod
+    def _nbytes_into(view: View, blocks: npt.NDArray[np.int64]) -> int:
+        return int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes
 
     def _load(self, load: Load, mark: Mark | None) -> None:
         """Report the end even after errors."""
         began_s = time.monotonic()
+        span: OpenSpan | None = None
         failed, damaged = blocks_of(load), list[int]()
         leases: list[Lease] = []
         try:
+            if self._tracer is not None:
+                span = self._begin_load(load)
             self._check_adapter(load)
             for shard in self._held:
                 lease = self._cache.claim(
@@ -464,6 +501,8 @@ class WorkerSide:
         finally:
             self.tally.add("failed_loads" if failed else "loads", 1)
             self.tally.add("load_seconds", time.monotonic() - began_s)
+            if span is not None:
+                end_load(span, failed)
             self._finished.put(_Loaded(load.request_id, failed))
             for lease in leases:
                 lease.close()
@@ -492,7 +531,7 @@ class WorkerSide:
         for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
             piece = Piece(view, np.array(ids, dtype=np.int64), lease.buffer, lease.chunks(number))
             _check_covered(self._geometry.parts[number], piece.ids, piece.places)
-            self._count_loaded(view, piece.ids)
+            self.tally.add("loaded_bytes", self._nbytes_into(view, piece.ids))
             pieces.append(piece)
         return pieces
 

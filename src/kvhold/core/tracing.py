@@ -1,0 +1,74 @@
+"""What the cache and the engines need of OpenTelemetry; `node.tracing` has the rest.
+
+    span = tracer.begin("kvhold.tier.read", parent, {"kvhold.tier": "disk"})  # None: not sampled
+    ...
+    span.end({"kvhold.bytes": 4096})
+
+Without a tracer nothing is recorded, and OpenTelemetry is not imported.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Protocol, TypeAlias
+
+import msgspec
+
+Attribute: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int]
+Attributes: TypeAlias = Mapping[str, Attribute]
+
+# a W3C `traceparent` of version 00; empty: not traced
+TraceContext: TypeAlias = Annotated[str, msgspec.Meta(max_length=55)]
+
+
+class OpenSpan(Protocol):
+    """A span that was begun. Any thread."""
+
+    @property
+    def context(self) -> TraceContext:
+        """The parent of its children, in this process or another."""
+
+    def end(
+        self,
+        attributes: Attributes | None = None,
+        *,
+        fault: str = "",
+        ended_s: float | None = None,
+    ) -> None:
+        """End it; a second call does nothing.
+
+        fault:   why the work failed; empty: it did not
+        ended_s: on the monotonic clock; None: now
+        """
+
+
+class Tracer(Protocol):
+    """Any thread. Nothing here raises, or waits for the collector."""
+
+    def begin_request(
+        self, name: str, headers: Mapping[str, str] | None, attributes: Attributes
+    ) -> OpenSpan | None:
+        """Begin a request's first span.
+
+        headers: `traceparent` and `tracestate`. Without them, the span begins a trace.
+
+        None: the trace is not sampled.
+        """
+
+    def begin(
+        self,
+        name: str,
+        parent: TraceContext,
+        attributes: Attributes,
+        *,
+        links: Sequence[TraceContext] = (),
+        began_s: float | None = None,
+    ) -> OpenSpan | None:
+        """Begin a child of `parent`.
+
+        links:   other spans that caused it
+        began_s: on the monotonic clock; None: now
+
+        None: `parent` is empty, wrong or not sampled.
+        """
+
+    def close(self) -> None:
+        """Send what waits, but return within two seconds."""
