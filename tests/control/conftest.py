@@ -6,6 +6,7 @@ import pytest
 
 from tests.node.conftest import node as node
 from tests.node.conftest import nothing_is_left as nothing_is_left
+from tests.node.conftest import shared_node as shared_node
 from tests.node.conftest import start_node as start_node
 
 HERE = Path(__file__).parent

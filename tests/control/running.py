@@ -68,7 +68,10 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 
 
 @asynccontextmanager
-async def running_control(node_path: Path, **settings: Any) -> AsyncIterator[RunningControl]:
+async def running_control(
+    node_path: Path, *, otel: Any = None, **settings: Any
+) -> AsyncIterator[RunningControl]:
+    """settings: of the section `control`"""
     config = apply(
         Config(),
         {
@@ -80,6 +83,7 @@ async def running_control(node_path: Path, **settings: Any) -> AsyncIterator[Run
                 "history_file": str(node_path.with_name("history")),
             }
             | settings,
+            "otel": otel or {},
         },
         source="test",
     )

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -29,10 +29,15 @@ from kvhold.control.tokenizing import PromptTokenizers
 from kvhold.core.config import Config
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import UNDECODABLE, ConfigError
+from kvhold.core.otel_config import OtelConfig
 from kvhold.net.addresses import is_loopback, split_address
 from kvhold.net.tls import server_context
+from kvhold.node.otel import not_installed
 from kvhold.node.paths import control_path, history_path, socket_path
 from kvhold.node.socket_lock import SocketLock, bind_own
+
+if TYPE_CHECKING:
+    from kvhold.control.otlp import MetricsExport
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +80,7 @@ class ControlServer:
                 else history_path(node_path),
                 self._config.history_interval_s,
             )
+        self._export = _export_of(config.otel, self._node)
         self._tokenizers = PromptTokenizers(self._config.tokenizers)
         self._api = ControlApi(
             self._node, self._recorder, self._tokenizers, self._config.max_pinned_bytes
@@ -103,6 +109,8 @@ class ControlServer:
                 await self._listen(runner)
                 if self._recorder is not None:
                     self._recorder.start()
+                if self._export is not None:
+                    self._export.start()
                 for number in _SIGNALS:
                     loop.add_signal_handler(number, self.stop)
                 if on_ready is not None:
@@ -114,6 +122,8 @@ class ControlServer:
                 await runner.cleanup()
                 if self._recorder is not None:
                     await self._recorder.close()
+                if self._export is not None:
+                    await self._export.close()
                 self._tokenizers.close()
                 await self._node.close()
 
@@ -318,6 +328,16 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["Server"] = "kvhold"
     response.headers["Cache-Control"] = "no-store"
     response.headers["X-Content-Type-Options"] = "nosniff"
+
+
+def _export_of(config: OtelConfig, node: ControlledNode) -> "MetricsExport | None":
+    if not config.endpoint or not config.metrics_interval_s:
+        return None
+    try:
+        from kvhold.control.otlp import MetricsExport
+    except ImportError as error:
+        raise not_installed(error) from None
+    return MetricsExport(node, config)
 
 
 def _tls_of(config: ControlConfig) -> ssl.SSLContext | None:
