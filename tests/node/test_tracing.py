@@ -13,11 +13,15 @@ import pytest
 pytest.importorskip("opentelemetry.sdk", reason="no OpenTelemetry in this environment")
 pytest.importorskip("opentelemetry.proto", reason="no protobuf classes of OTLP here")
 
+import msgspec
+
 from kvhold.core.config import load_config
-from kvhold.core.errors import ConfigError
+from kvhold.core.errors import ConfigError, ProtocolError
 from kvhold.core.otel_config import OtelConfig
 from kvhold.core.setting import apply
 from kvhold.core.tracing import OpenSpan, Tracer
+from kvhold.net import messages as m
+from kvhold.net.wire import Decoder
 from kvhold.node import otel
 from kvhold.node.otel import collector_of, make_tracer
 from kvhold.testing.cache import a_prompt, store
@@ -130,6 +134,14 @@ class TestParents:
         (sent,) = collector.spans
         assert sent.ended_ns - sent.began_ns == pytest.approx(30e9, rel=1e-3)
         assert sent.began_ns == pytest.approx(before_ns - 60e9, abs=5e9)
+
+    def test_a_context_has_a_length(self) -> None:
+        decoder: Decoder[m.Lookup] = Decoder(m.Lookup)
+        lookup = m.Lookup(a_prompt(SPACE, 64).query(), trace=SAMPLED)
+        assert decoder.decode(msgspec.msgpack.encode(lookup)) == lookup
+        longer = msgspec.structs.replace(lookup, trace=f"{SAMPLED}-")
+        with pytest.raises(ProtocolError):
+            decoder.decode(msgspec.msgpack.encode(longer))
 
 
 class TestBounds:
@@ -248,6 +260,7 @@ class TestSettings:
             ({"endpoint": "http://h:1", "headers": ("a=secret",)}, "clear text.*otel.insecure"),
             ({"endpoint": "https://h:1", "headers": ("secret",)}, "NAME=VALUE"),
             ({"endpoint": "https://h:1", "headers": ("a=secret%0Ab",)}, "the value of a"),
+            ({"endpoint": "https://h:1", "headers": ("a=secret b",)}, "write %20.*value of a"),
             ({"endpoint": "https://h:1", "ca_file": "/nothing"}, "otel.ca_file.*/nothing"),
         ],
     )

@@ -96,6 +96,8 @@ def _has_host(endpoint: str) -> bool:
 
 def _header(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
+    if " " in value:  # the environment of a node has spaces between headers
+        raise ConfigError(f"otel.headers: write %20 for each space in the value of {name}")
     value = unquote(value)
     if not equals or not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError("otel.headers: write each header as NAME=VALUE")

@@ -5,7 +5,7 @@
             kvhold.arrival: while the hit may still grow
         kvhold.load, kvhold.store: in the workers, by `RequestTrace.context`
 
-Only the scheduler's thread calls. Nothing here raises.
+Only the scheduler's thread calls, if nothing else is said. Nothing here raises.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,9 @@ class RequestTrace:
 
     @property
     def lookup_context(self) -> TraceContext:
-        return self._lookup.context if self._lookup is not None else ""
+        """Any thread."""
+        lookup = self._lookup
+        return lookup.context if lookup is not None else ""
 
     def begin_lookup(self, namespace: Namespace, num_tokens: int, computed_tokens: int) -> None:
         self.drop_lookup()
