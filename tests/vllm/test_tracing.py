@@ -170,3 +170,20 @@ def test_arriving_chunks_are_a_span_with_the_nodes_reads_in_it(
     assert not arrival.attributes["kvhold.waits_for_engine"]
     assert read.service == "kvhold-node"
     assert lookup.began_ns <= read.began_ns <= read.ended_ns <= lookup.ended_ns
+
+
+def test_loads_and_stores_inside_a_pass_have_their_spans(
+    collector: Collector, engine: MakeEngine
+) -> None:
+    settings = sends_to(collector) | {"layerwise": True}
+    one = engine(real_worker=True, caching=False, settings=settings)
+    prompt = make_prompt("layerwise", 200)
+    for name in ("cold", "warm"):
+        ask(one, name, prompt, trace_headers={"traceparent": "of no version" * 100})
+        eventually(lambda: not one.connector.scheduler._cache.status()["held"]["reservations"])
+    load = collector.one("kvhold.load")
+    assert load.attributes["kvhold.request_id"] == "warm" and load.attributes["kvhold.layerwise"]
+    assert load.attributes["kvhold.bytes"] == 12 * BLOCK_BYTES and not load.fault
+    store_span = collector.one("kvhold.store", kvhold_request_id="cold")
+    assert store_span.attributes["kvhold.bytes"] == 12 * BLOCK_BYTES
+    assert of(collector, "warm")["kvhold.request"].parent == ""
