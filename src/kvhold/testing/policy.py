@@ -38,6 +38,7 @@ class Known:
     inserted_at: int
     touched_at: int
     uses: int = 0
+    demoted: bool = False
 
 
 def make_chunk(number: int, space: str = "a") -> bytes:
@@ -284,6 +285,28 @@ class PolicyContract(ABC):
         policy.remove(make_chunk(0, "b"), evicted=True)
         assert (policy.nbytes(), policy.nbytes(_A), policy.nbytes(_B)) == (20, 20, 0)
 
+    def test_demoted_keys_go_first_until_they_are_used_again(self) -> None:
+        policy = self.filled(5)
+        for key in _KEYS[:5]:
+            policy.touch(key)
+        policy.demote([_KEYS[3], _KEYS[1], _KEYS[9]])
+        assert set(policy.victims(20, unpinned)) == {_KEYS[1], _KEYS[3]}
+        assert len(policy.victims(50, unpinned)) == 5
+        assert policy.victims(10, {_KEYS[1]}.__contains__) == [_KEYS[3]]
+        policy.touch(_KEYS[3])
+        assert policy.victims(10, unpinned) == [_KEYS[1]]
+        policy.remove(_KEYS[1], evicted=True)
+        assert len(policy.victims(40, unpinned)) == 4
+
+    def test_a_demoted_prefix_goes_after_its_continuation(self) -> None:
+        policy = self.chain(3)
+        policy.insert(_KEYS[4], 10)
+        policy.demote([_KEYS[0], _KEYS[1]])
+        victims = policy.victims(40, unpinned)
+        assert [key for key in victims if key != _KEYS[4]] == [_KEYS[2], _KEYS[1], _KEYS[0]]
+        policy.demote([_KEYS[2]])
+        assert policy.victims(30, unpinned) == [_KEYS[2], _KEYS[1], _KEYS[0]]
+
     def test_thousands_of_touches_lose_no_key_and_no_order(self) -> None:
         policy, model, chance = self.make_policy(), _Model(), Random(1)
         keys = [make_chunk(number, chance.choice("ab")) for number in range(500)]
@@ -355,6 +378,11 @@ class _Model:
         if (known := self.known.get(key)) is not None:
             known.uses += 1
             known.touched_at = self.steps
+            known.demoted = False
+
+    def demote(self, key: bytes) -> None:
+        if (known := self.known.get(key)) is not None:
+            known.demoted = True
 
     def leaves(
         self, gone: Collection[bytes], pinned: Collection[bytes], namespace: bytes | None
@@ -406,6 +434,12 @@ class _History(RuleBasedStateMachine):
         for key in keys:
             self.model.touch(key)
 
+    @rule(keys=st.lists(_keys, max_size=5))
+    def demote(self, keys: list[bytes]) -> None:
+        self.policy.demote(keys)
+        for key in keys:
+            self.model.demote(key)
+
     @rule(key=_keys, evicted=st.booleans())
     def remove(self, key: bytes, evicted: bool) -> None:
         self.policy.remove(key, evicted=evicted)
@@ -434,8 +468,10 @@ class _History(RuleBasedStateMachine):
                 "a victim is in the namespace, not pinned, not chosen before, and no remaining "
                 "chunk continues it"
             )
+            demoted = [each for each in candidates.values() if each.demoted]
+            assert candidates[victim].demoted or not demoted, "demoted chunks go first"
             rank = self.rank(candidates[victim])
-            assert rank is None or rank == min(map(self.rank, candidates.values())), (
+            assert rank is None or rank == min(map(self.rank, demoted or candidates.values())), (
                 "the candidate with the lowest rank goes first"
             )
         if nbytes > self.model.evictable_bytes(pinned, namespace):

@@ -54,6 +54,9 @@ class Policy(Protocol):
     def touch_all(self, keys: Iterable[bytes]) -> None:
         """Count chunks as used, in this order."""
 
+    def demote(self, keys: Iterable[bytes]) -> None:
+        """Evict these chunks before all others, until their next use. Ignores unknown keys."""
+
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
         """Record a lookup, if `learns`.
 

@@ -1,7 +1,8 @@
 """The shared part of all policies: chains, candidates for eviction, bytes per namespace.
 
 *Leaves* are chunks without a continuation here. Queues order them by rank, per namespace and for
-all. Insert, touch and remove cost O(log leaves).
+all. Demoted leaves have a queue of their own, which goes first. Insert, touch and remove cost O(log
+leaves).
 """
 
 from abc import ABC, abstractmethod
@@ -28,11 +29,13 @@ class Chunk:
     uses:      a counter for the policy
     use:       the last use, for `LearnedPolicy`
     is_sample: whether the use is counted, for `LearnedPolicy`
+    demoted:   it goes before all others, until its next use
     place:     its entry in the heaps; None if it is not a leaf
     space:     its namespace
     """
 
     __slots__ = (
+        "demoted",
         "is_sample",
         "key",
         "nbytes",
@@ -55,6 +58,7 @@ class Chunk:
         self.uses = 0
         self.use: Use | None = None
         self.is_sample = False
+        self.demoted = False
         self.place: Place | None = None
 
 
@@ -144,19 +148,23 @@ class Queue:
 
 
 class ChunkSpace:
-    __slots__ = ("nbytes", "num_chunks", "queues", "small_bytes")
+    __slots__ = ("demoted", "nbytes", "num_chunks", "queues", "small_bytes")
 
     def __init__(self) -> None:
         self.num_chunks = 0
         self.nbytes = 0
         self.small_bytes = 0
         self.queues: dict[int, Queue] = {}
+        self.demoted = Queue()
 
     def queue(self, number: int) -> Queue:
         queue = self.queues.get(number)
         if queue is None:
             queue = self.queues[number] = Queue()
         return queue
+
+    def queue_of(self, chunk: Chunk) -> Queue:
+        return self.demoted if chunk.demoted else self.queue(chunk.queue)
 
 
 class ChainPolicy(ABC):
@@ -168,6 +176,7 @@ class ChainPolicy(ABC):
         self._continued: KeyTable[int] = KeyTable()
         self._all = self._new_space()
         self._spaces: dict[bytes, ChunkSpace] = {}
+        self._num_demoted = 0
         # buckets of removed namespaces; each call frees one
         self._dropped: list[list[Place]] = []
         self._now: Callable[[], int] = count(1).__next__
@@ -195,7 +204,16 @@ class ChainPolicy(ABC):
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
         find = self._chunks.get
-        self._touched([chunk for key in keys if (chunk := find(key)) is not None])
+        chunks = [chunk for key in keys if (chunk := find(key)) is not None]
+        if self._num_demoted:
+            for chunk in chunks:
+                self._set_demoted(chunk, False)
+        self._touched(chunks)
+
+    def demote(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if (chunk := self._chunks.get(key)) is not None:
+                self._set_demoted(chunk, True)
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
         return PolicyLookup()
@@ -233,9 +251,11 @@ class ChainPolicy(ABC):
         self._count(chunk, -1)
         self._unlink(chunk)
         for space in (self._all, chunk.space):
-            space.queue(chunk.queue).tidy()
+            space.queue_of(chunk).tidy()
+        self._num_demoted -= chunk.demoted
         if not chunk.space.num_chunks:
-            for queue in self._spaces.pop(key[:NAMESPACE_BYTES]).queues.values():
+            space = self._spaces.pop(key[:NAMESPACE_BYTES])
+            for queue in (space.demoted, *space.queues.values()):
                 self._dropped += queue.take_buckets()
         self._removed(chunk, evicted=evicted)
 
@@ -252,7 +272,8 @@ class ChainPolicy(ABC):
         space = self._all if namespace is None else self._spaces[namespace]
         with self._walk(space, pinned, wanted) as walk:
             while walk.freed_bytes < nbytes:
-                chunk = walk.choose()
+                chunk = walk.next_demoted() if self._num_demoted else None
+                chunk = chunk or walk.choose()
                 if chunk is None:
                     self.declined = walk.declined
                     return []
@@ -313,8 +334,16 @@ class ChainPolicy(ABC):
 
     def _place(self, chunk: Chunk) -> None:
         chunk.place = place = (*chunk.rank, chunk)
-        self._all.queue(chunk.queue).push(place)
-        chunk.space.queue(chunk.queue).push(place)
+        self._all.queue_of(chunk).push(place)
+        chunk.space.queue_of(chunk).push(place)
+
+    def _set_demoted(self, chunk: Chunk, demoted: bool) -> None:
+        if chunk.demoted == demoted:
+            return
+        chunk.demoted = demoted
+        self._num_demoted += 1 if demoted else -1
+        if chunk.place is not None:
+            self._place(chunk)
 
     def _link(self, chunk: Chunk, parent: bytes) -> None:
         above = self._chunks.get(parent)
@@ -375,7 +404,13 @@ class Walk:
                 self._push(place)
 
     def next(self, queue: int) -> Chunk | None:
-        while (place := self.space.queue(queue).pop()) is not None:
+        return self._next(self.space.queue(queue))
+
+    def next_demoted(self) -> Chunk | None:
+        return self._next(self.space.demoted)
+
+    def _next(self, queue: Queue) -> Chunk | None:
+        while (place := queue.pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):
                 return place[2]
@@ -397,7 +432,7 @@ class Walk:
         return self.next(0)
 
     def _push(self, place: Place) -> None:
-        self.space.queue(place[2].queue).push(place)
+        self.space.queue_of(place[2]).push(place)
 
     def settle(self) -> None:
         """A policy may now move the chunks that it passed over."""
