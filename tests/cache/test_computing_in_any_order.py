@@ -22,6 +22,7 @@ from kvhold.core.keys import Prompt
 from kvhold.core.planning import ComputeIntent, HandoverWait
 from kvhold.core.reasons import WHOLE
 from tests.cache.computing import LATE, NOTHING, PLAIN, SPACE, STEP, TEXT, cache_of, intent_of
+from tests.cache.keeping import assert_books_of_kept_agree
 from tests.cache.laws import assert_counters_reconcile, finish_chores
 
 
@@ -149,13 +150,8 @@ class Engines(RuleBasedStateMachine):
         prompts = handovers._prompts()
         assert all(self.cache.now_s < prompt.due_s for prompt in prompts)
         names = {name for prompt in prompts for name in prompt.names}
-        assert names == handovers._by_name.keys() >= handovers._kept.keys()
         assert {prompt.last for prompt in prompts} == handovers._by_last.keys()
-        assert handovers._bytes.keys() == names
-        granted_bytes = sum(handovers._bytes.values())
-        assert granted_bytes == sum(handovers._bytes_by.values())
-        kept_bytes = sum(entry.taken_bytes for entry in kept)
-        assert kept_bytes <= granted_bytes <= ram.capacity_bytes // 4
+        assert_books_of_kept_agree(handovers._kept, names, ram.capacity_bytes // 4)
 
     @invariant()
     def books_agree(self) -> None:

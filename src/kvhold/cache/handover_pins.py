@@ -11,19 +11,18 @@ from enum import StrEnum
 from itertools import islice
 from math import inf
 
-from kvhold.cache.index.names import chunk_names, tail_names
+from kvhold.cache.index.names import chunk_names
 from kvhold.cache.index.pins import Pins
-from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, Query, place_suffix
+from kvhold.cache.kept_chunks import KeptChunks, name_bytes, stored_names, suffixes
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeIntent
-from kvhold.memory.slab import size_class
 from kvhold.tiers.ram import Entry, RamTier
 
 _MOST_KEYS = 1024  # per prompt, pinned in one turn
 _MOST_PROMPTS = 1024  # per owner
 _MOST_CHUNKS = 16_384  # per owner
-_SHARE = 4  # a quarter
 
 
 class HandoverEnd(StrEnum):
@@ -67,23 +66,18 @@ class HandoverPins:
     ) -> None:
         self._ram = ram
         self._metrics = metrics
-        self._pins = pins
         self._clock = clock
         self._by_owner: dict[Hashable, dict[str, _Prompt]] = {}
-        self._by_name: _Prompts = {}
         self._by_last: _Prompts = {}
-        # by name and key; each entry is pinned once
-        self._kept: dict[bytes, dict[bytes, Entry]] = {}
-        self._bytes: dict[bytes, int] = {}  # by name, for all its keys
-        self._bytes_by: dict[bytes, int] = {}  # by namespace
+        self._kept: KeptChunks[_Prompt] = KeptChunks(ram, pins)
         self._next_due_s = inf
 
     @property
     def num_chunks(self) -> int:
-        return sum(map(len, self._kept.values()))
+        return self._kept.num_chunks
 
     def kept(self) -> list[Entry]:
-        return [entry for entries in self._kept.values() for entry in entries.values()]
+        return self._kept.entries()
 
     def begin(self, owner: Hashable, query: Query, layout: Layout, intent: ComputeIntent) -> None:
         if not intent.keep_s > 0:  # NaN, too
@@ -97,44 +91,35 @@ class HandoverPins:
             return
         due_s = self._clock() + intent.keep_s
         last = names[min(len(names), len(query.hashes) // HASH_BYTES) - 1]
-        unsent = {last + suffix for suffix in _suffixes(query, layout, only_full=True)}
+        unsent = {last + suffix for suffix in suffixes(query, layout, _full_groups(layout))}
         prompt = _Prompt(owner, request, names, last, unsent, intent.keep_s, due_s)
         self._next_due_s = min(self._next_due_s, due_s)
         self._by_owner.setdefault(owner, {})[request] = prompt
         self._by_last.setdefault(prompt.last, {})[prompt] = None
-        nbytes = _name_bytes(query, layout)
+        nbytes = name_bytes(query, layout)
         for name in names:
-            if name not in self._by_name:
-                self._charge(name, nbytes)
-            self._by_name.setdefault(name, {})[prompt] = None
-        suffixes = _suffixes(query, layout)
+            self._kept.add(name, prompt, nbytes)
+        all_suffixes = suffixes(query, layout)
         for name in names:
-            for suffix in suffixes:
+            for suffix in all_suffixes:
                 if (entry := self._ram.find(name + suffix)) is not None:
-                    self._keep(name, entry)
+                    self._kept.keep(name, entry)
 
     def stored(self, entry: Entry) -> None:
-        if not self._by_name:
+        if not self._kept:
             return
         self.expire()
         name = entry.key[:NAME_BYTES]
-        prompts = self._by_name.get(name)
-        if prompts is None:
+        prompts = self._kept.keepers(name)
+        if not prompts:
             return
         now_s = self._clock()
         for prompt in prompts:
             prompt.due_s = now_s + prompt.keep_s
-        self._keep(name, entry)
+        self._kept.keep(name, entry)
 
     def removed(self, entry: Entry) -> None:
-        name = entry.key[:NAME_BYTES]
-        kept = self._kept.get(name)
-        if kept is None or kept.get(entry.key) is not entry:
-            return
-        del kept[entry.key]
-        if not kept:
-            del self._kept[name]
-        self._pins.unpin([entry])
+        self._kept.removed(entry)
 
     def read(self, query: Query) -> None:
         """End the longest prompt that the query begins with; of several alike, the oldest."""
@@ -182,16 +167,12 @@ class HandoverPins:
         num_keys = len(layout.groups) * query.shards
         left = _MOST_CHUNKS - sum(len(prompt.names) for prompt in held.values())
         most = 0 if len(held) >= _MOST_PROMPTS else max(0, min(left, _MOST_KEYS // num_keys))
-        names = [name for _, name in islice(chunk_names(query), most)]
+        names = stored_names(query, most)
         num_whole = len(query.hashes) // HASH_BYTES
-        self._skip((num_whole - len(names)) * num_keys, "too many")
-        is_whole = len(names) == num_whole
-        if names and is_whole and len(names) < most:
-            names += [name for _, name in tail_names(query)][-1:]  # engines store the longest
-        names = list(dict.fromkeys(names))  # a client may repeat some
-        nbytes, free_bytes = _name_bytes(query, layout), self._free_bytes(query.namespace)
+        self._skip(max(0, num_whole - most) * num_keys, "too many")
+        nbytes, free_bytes = name_bytes(query, layout), self._kept.free_bytes(query.namespace)
         for number, name in enumerate(names):
-            if name not in self._by_name:
+            if name not in self._kept:
                 free_bytes -= nbytes
                 if free_bytes < 0:
                     self._skip((len(names) - number) * num_keys, "no share")
@@ -202,46 +183,13 @@ class HandoverPins:
         if num_chunks:
             self._metrics.add("kvhold_handover_skipped_chunks", num_chunks, reason=reason)
 
-    def _free_bytes(self, namespace: bytes) -> int:
-        capacity_bytes = self._ram.capacity_bytes
-        quota_bytes = self._ram.quota_bytes or capacity_bytes
-        return min(
-            capacity_bytes // _SHARE - sum(self._bytes_by.values()),
-            quota_bytes // _SHARE - self._bytes_by.get(namespace, 0),
-        )
-
-    def _charge(self, name: bytes, nbytes: int) -> None:
-        namespace = name[:NAMESPACE_BYTES]
-        self._bytes[name] = nbytes
-        self._bytes_by[namespace] = self._bytes_by.get(namespace, 0) + nbytes
-
-    def _discharge(self, name: bytes) -> None:
-        namespace = name[:NAMESPACE_BYTES]
-        left = self._bytes_by[namespace] - self._bytes.pop(name)
-        if left:
-            self._bytes_by[namespace] = left
-        else:
-            del self._bytes_by[namespace]
-
-    def _keep(self, name: bytes, entry: Entry) -> None:
-        kept = self._kept.setdefault(name, {})
-        if entry.key not in kept:
-            self._ram.hold(entry)
-            kept[entry.key] = entry
-
     def _end(self, prompt: _Prompt, why: HandoverEnd) -> None:
         held = self._by_owner[prompt.owner]
         del held[prompt.request]
         if not held:
             del self._by_owner[prompt.owner]
         _drop(self._by_last, prompt.last, prompt)
-        unpinned: list[Entry] = []
-        for name in prompt.names:
-            _drop(self._by_name, name, prompt)
-            if name not in self._by_name:
-                self._discharge(name)
-                unpinned += self._kept.pop(name, {}).values()
-        self._pins.unpin(unpinned)
+        self._kept.drop(prompt.names, prompt)
         self._metrics.add("kvhold_handovers", result=why)
 
 
@@ -252,18 +200,6 @@ def _drop(prompts: _Prompts, name: bytes, prompt: _Prompt) -> None:
         del prompts[name]
 
 
-def _suffixes(query: Query, layout: Layout, *, only_full: bool = False) -> list[bytes]:
-    """only_full: those of groups with full attention, if there are any"""
-    groups = list(range(len(layout.groups)))
-    full = [group for group in groups if layout.groups[group].attention == "full"]
-    return [
-        place_suffix(group, shard)
-        for group in (full if only_full and full else groups)
-        for shard in range(query.shards)
-    ]
-
-
-def _name_bytes(query: Query, layout: Layout) -> int:
-    size = layout.tokens_per_chunk
-    sizes = [layout.chunk_bytes(group, size) for group in range(len(layout.groups))]
-    return query.shards * sum(map(size_class, sizes))
+def _full_groups(layout: Layout) -> list[int]:
+    """Those with full attention; empty: none"""
+    return [n for n, group in enumerate(layout.groups) if group.attention == "full"]

@@ -16,11 +16,13 @@ from kvhold.cache.state import new_state
 from kvhold.cache.transfer.reencodings import ReencodeRequest
 from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.api import (
+    DemoteAnswer,
     EventBatch,
     Found,
     Hit,
     ReencodeProgress,
     Reencoding,
+    RetainedPrompt,
     Uses,
     mask_bytes,
 )
@@ -140,6 +142,22 @@ class LocalCache(WholePrompts):
             self._state.prefetch(self._owner, query)
             self._move()
         self._finish_chores()
+
+    def retain(
+        self, query: Query, ttl_s: float, *, deadline_s: float | None = None
+    ) -> RetainedPrompt:
+        with self._lock:
+            self._check_open()
+            answer = self._state.retain(self._owner, query, ttl_s)
+        self._finish_chores()
+        return RetainedPrompt(answer, lambda: self._release(answer.number))
+
+    def demote(
+        self, query: Query, *, first_chunk: int = 0, deadline_s: float | None = None
+    ) -> DemoteAnswer:
+        with self._lock:
+            self._check_open()
+            return self._state.demote(query, first_chunk)
 
     def claim(
         self,

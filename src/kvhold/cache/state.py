@@ -11,9 +11,10 @@ from math import inf
 from secrets import randbits
 
 from kvhold.cache.answers import Answers
-from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
+from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn, unless_short
 from kvhold.cache.clear_times import ClearTimes
 from kvhold.cache.computing import Computing
+from kvhold.cache.demotions import Demotions
 from kvhold.cache.handover_pins import HandoverPins
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
@@ -23,13 +24,21 @@ from kvhold.cache.lookup import Lookups
 from kvhold.cache.planner import Planner
 from kvhold.cache.query_limits import check_query
 from kvhold.cache.reservations import Grant, Reservations
+from kvhold.cache.retains import Retains
 from kvhold.cache.transfer.commands import ClearCommand, Command
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.use_queue import UseQueue
 from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.cache.values import ChunkValues
-from kvhold.core.api import EventBatch, Found, ReencodeProgress, Uses
+from kvhold.core.api import (
+    DemoteAnswer,
+    EventBatch,
+    Found,
+    ReencodeProgress,
+    RetainAnswer,
+    Uses,
+)
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
@@ -78,6 +87,7 @@ def new_state(
         event_buffer=config.event_buffer,
         stalled_after_s=config.node.reservation_timeout_s,
         policy_for=config.policy_for,
+        retained_bytes=config.hints.max_bytes,
     )
 
 
@@ -92,10 +102,12 @@ class CacheState:
         event_buffer: int = 0,
         stalled_after_s: float = inf,
         policy_for: str = "tokens",
+        retained_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """stalled_after_s: see `Reservations`
         policy_for:      see `ChunkValues`
+        retained_bytes:  see `Retains`
         """
         self.ram = ram
         self.metrics = metrics
@@ -122,7 +134,9 @@ class CacheState:
         self._computing = Computing(ram, metrics, lambda: self.planner.clock())
         ram.watch_lost = self._computing.not_stored
         self._handovers = HandoverPins(ram, metrics, pins, lambda: self.planner.clock())
-        ram.before_eviction = self._handovers.expire
+        self._retains = Retains(ram, metrics, pins, lambda: self.planner.clock(), retained_bytes)
+        self._demotions = Demotions(ram, metrics, lambda: self.planner.clock())
+        ram.before_eviction = self._expire_kept
         self._writes = WriteQueue(ram, metrics, give_command, limit_bytes=write_behind_bytes)
         reservations = Reservations(
             ram,
@@ -203,6 +217,16 @@ class CacheState:
     def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
         return self._lookups.prefetch_turns(owner, query)
 
+    def retain_turns(self, owner: Owner, query: Query, ttl_s: float) -> Turns[RetainAnswer]:
+        layout = self.layout(query.layout)
+        turns = self._retains.begin_turns(owner, next(self._numbers), query, layout, ttl_s)
+        return unless_short(check_query(layout, query), turns)
+
+    def demote_turns(self, query: Query, first_chunk: int = 0) -> Turns[DemoteAnswer]:
+        layout = self.layout(query.layout)
+        turns = self._demotions.demote_turns(query, layout, first_chunk)
+        return unless_short(check_query(layout, query), turns)
+
     def is_over(self, ticket: int) -> bool:
         return self._lookups.is_over(ticket)
 
@@ -217,7 +241,7 @@ class CacheState:
             self._computing.withdraw(owner, number)
         if self.reencodings.find(owner, number) is not None:
             self.reencodings.drop(number)
-        elif not self._lookups.release(owner, number):
+        elif not self._lookups.release(owner, number) and not self._retains.release(owner, number):
             self._leases.release(owner, number)
 
     def release_owner(self, owner: Owner) -> None:
@@ -228,6 +252,7 @@ class CacheState:
             self.release(owner, ticket)
         self._leases.release_owner(owner)
         self._handovers.release_owner(owner)
+        self._retains.release_owner(owner)
 
     def reserve_turns(
         self,
@@ -262,6 +287,8 @@ class CacheState:
     refresh = in_one_turn(refresh_turns)
     claim = in_one_turn(claim_turns)
     prefetch = in_one_turn(prefetch_turns)
+    retain = in_one_turn(retain_turns)
+    demote = in_one_turn(demote_turns)
     reserve = in_one_turn(reserve_turns)
     commit = in_one_turn(commit_turns)
     abandon = in_one_turn(abandon_turns)
@@ -284,6 +311,7 @@ class CacheState:
     def give_up(self, owner: Owner) -> None:
         self._computing.withdraw_all(owner)
         self._handovers.release_owner(owner)
+        self._retains.release_owner(owner)
         self._leases.give_up(owner)
 
     def clear(self, namespace: bytes | None, *, at_ns: int = 0) -> int:
@@ -359,7 +387,7 @@ class CacheState:
         return not self._clears and self._writes.all_done(mark)
 
     def status(self) -> StateStatus:
-        self._handovers.expire()
+        self._expire_kept()
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,
@@ -369,6 +397,7 @@ class CacheState:
             "arriving_chunks": self._searches.num_arriving,
             "announced_chunks": self._computing.num_chunks,
             "handover_chunks": self._handovers.num_chunks,
+            "retained_chunks": self._retains.num_chunks,
             "reencodings": len(self.reencodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
             "namespaces": {
@@ -426,6 +455,7 @@ class CacheState:
         removed = self.ram.clear(prefix)
         self._chores.add(self.ram.sweep())
         self._handovers.clear(prefix)
+        self._retains.clear(prefix)
         self.step()
         if self._has_tiers:
             self._searches.clear(prefix)
@@ -444,8 +474,15 @@ class CacheState:
         if what == ADMITTED:
             self._computing.stored(entry.key)
             self._handovers.stored(entry)
+            self._retains.stored(entry)
+            self._demotions.stored(entry)
         else:
             self._handovers.removed(entry)
+            self._retains.removed(entry)
+
+    def _expire_kept(self) -> None:
+        self._handovers.expire()
+        self._retains.expire()
 
     def _give_command(self, command: Command) -> None:
         self._commands.append(command)

@@ -257,6 +257,39 @@ class Reencoding(Holding):
         return self.progress
 
 
+class RetainAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What of a prompt is kept, from its start.
+
+    number:         to be released; 0: nothing is kept
+    num_tokens:     kept, in memory or once they are stored
+    present_tokens: of these, in memory now
+    """
+
+    number: int
+    num_tokens: int
+    present_tokens: int
+
+
+class DemoteAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Chunks in memory, of one group and one shard each.
+
+    num_chunks:    that go first in eviction now
+    pinned_chunks: that are in use, and were left alone
+    """
+
+    num_chunks: int
+    pinned_chunks: int
+
+
+class RetainedPrompt(Holding):
+    """A prompt that is kept in memory until its deadline, or until it is closed."""
+
+    def __init__(self, answer: RetainAnswer, give_back: Callable[[], None]) -> None:
+        super().__init__(give_back)
+        self.num_tokens = answer.num_tokens
+        self.present_tokens = answer.present_tokens
+
+
 class Cache(Protocol):
     """One cache. Every offset counts from the start of `arena_buffer`, its host memory."""
 
@@ -317,6 +350,24 @@ class Cache(Protocol):
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         """Start to load a prompt's chunks from lower tiers into memory."""
+
+    def retain(
+        self, query: Query, ttl_s: float, *, deadline_s: float | None = None
+    ) -> RetainedPrompt:
+        """Keep a prompt's chunks in memory, also those that are stored later.
+
+        The first chunks are kept, within `hints.max_bytes` of all callers. A prompt without a whole
+        chunk is not kept.
+        """
+
+    def demote(
+        self, query: Query, *, first_chunk: int = 0, deadline_s: float | None = None
+    ) -> DemoteAnswer:
+        """Evict a prompt's chunks from `first_chunk` on, and its tails, before all others.
+
+        This holds for a chunk until its next use, and also for chunks that are stored within 10 s.
+        Copies in lower tiers stay.
+        """
 
     def claim(
         self,

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import ConfigError
+from kvhold.core.hints_config import HintsConfig
 from kvhold.core.otel_config import OtelConfig
 from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.setting import apply, setting, size, unknown_setting
@@ -387,6 +388,7 @@ class Config:
     node: NodeConfig = field(default_factory=NodeConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     rules: RulesConfig = field(default_factory=RulesConfig)
+    hints: HintsConfig = field(default_factory=HintsConfig)
     listen: ListenConfig = field(default_factory=ListenConfig)
     peers: ServePeersConfig = field(default_factory=ServePeersConfig)
     span: SpanConfig = field(default_factory=SpanConfig)

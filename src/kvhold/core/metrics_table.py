@@ -86,6 +86,21 @@ TABLE = {
             "Chunks that were not kept for another engine, by reason: no share (of memory or of "
             "the quota), too many.",
         ),
+        Metric(
+            "kvhold_retains",
+            "counter",
+            "prompts",
+            ("result",),
+            "Prompts that were kept in memory by a hint, by why that ended: released, deadline, "
+            "owner left, cleared.",
+        ),
+        Metric(
+            "kvhold_demoted_chunks",
+            "counter",
+            "chunks",
+            (),
+            "Chunks that a hint or a newer turn made go first in eviction.",
+        ),
         Metric("kvhold_leased_chunks", "counter", "chunks", (), "Chunks leased to engines."),
         Metric("kvhold_leased_bytes", "counter", "bytes", (), "Bytes leased to engines."),
         Metric(

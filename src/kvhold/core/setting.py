@@ -96,17 +96,22 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
         value = _as_pairs(value) if is_table else _as_lines(value)
     elif kind is str and not isinstance(value, str):
         raise ValueError("must be text")
-    if rules.get("choices") and value not in rules["choices"]:
-        near = get_close_matches(str(value), rules["choices"], n=1)
-        raise ValueError(
-            f"must be one of {', '.join(rules['choices'])}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+    for item in value if isinstance(value, tuple) else (value,):
+        _check_choice(item, rules.get("choices"))
     if rules.get("minimum") is not None and value < rules["minimum"]:
         raise ValueError(f"must be at least {rules['minimum']}")
     if rules.get("maximum") is not None and value > rules["maximum"]:
         raise ValueError(f"must be at most {rules['maximum']:g}")
     return value
+
+
+def _check_choice(value: Any, choices: tuple[str, ...] | None) -> None:
+    if choices and value not in choices:
+        near = get_close_matches(str(value), choices, n=1)
+        raise ValueError(
+            f"must be one of {', '.join(choices)}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
 
 
 def _as_pairs(table: Mapping[Any, Any]) -> tuple[str, ...]:

@@ -206,6 +206,7 @@ class StateStatus(TypedDict):
     arriving_chunks:  being read from tiers
     announced_chunks: whole chunks that engines compute
     handover_chunks:  pinned for another engine
+    retained_chunks:  pinned by `retain`
     reencodings:      running and waiting re-encodings
     write_behind:     chunks on their way to tiers
     namespaces:       arena bytes in use, by digest
@@ -221,6 +222,7 @@ class StateStatus(TypedDict):
     arriving_chunks: int
     announced_chunks: int
     handover_chunks: int
+    retained_chunks: int
     reencodings: int
     write_behind: WriteBehindStatus
     namespaces: dict[str, int]

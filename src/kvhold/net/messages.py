@@ -10,16 +10,16 @@ from typing import Annotated, Any, Union
 
 import msgspec
 
-from kvhold.core.api import Event, Found, ReencodeProgress, Uses
+from kvhold.core.api import DemoteAnswer, Event, Found, ReencodeProgress, RetainAnswer, Uses
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
-from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
+from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TTL_S, StoreOptions
 from kvhold.core.tracing import TraceContext
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -181,6 +181,28 @@ class Prefetch(Message, frozen=True):
     """Load a prompt's chunks into memory, without a waiting request."""
 
     query: Query
+
+
+class Retain(Message, frozen=True):
+    """Keep a prompt's chunks in memory. -> Retained"""
+
+    query: Query
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)]
+
+
+class Retained(Message, frozen=True):
+    answer: RetainAnswer
+
+
+class Demote(Message, frozen=True):
+    """Evict a prompt's chunks before all others. -> Demoted"""
+
+    query: Query
+    first_chunk: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+
+
+class Demoted(Message, frozen=True):
+    answer: DemoteAnswer
 
 
 class Claim(Message, frozen=True):
@@ -445,6 +467,8 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Explain,
     ListNamespaces,
     Prefetch,
+    Retain,
+    Demote,
     Claim,
     Damaged,
     Release,
@@ -472,6 +496,8 @@ Answer = Union[  # noqa: UP007
     LookupAnswer,
     Explained,
     Named,
+    Retained,
+    Demoted,
     Leased,
     NotFound,
     Granted,

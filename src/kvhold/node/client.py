@@ -16,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.api import (
+    DemoteAnswer,
     EventBatch,
     Found,
     Hit,
     ReencodeProgress,
     Reencoding,
+    RetainedPrompt,
     Uses,
     mask_bytes,
 )
@@ -155,12 +157,8 @@ class NodeClient(WholePrompts):
         trace: the parent of the node's spans; empty: none
         """
         link = self._current("lookup")
-        found = self._call(
-            m.Lookup(query, cost, have_tokens, uses, intent, trace),
-            m.LookupAnswer,
-            deadline_s,
-            link,
-        )
+        request = m.Lookup(query, cost, have_tokens, uses, intent, trace)
+        found = self._call(request, m.LookupAnswer, deadline_s, link)
 
         def poll(ticket: int, settle: bool, growth: bool) -> Found:
             again = m.Refresh(ticket, settle, growth)
@@ -175,11 +173,9 @@ class NodeClient(WholePrompts):
             give_back_hit=lambda: self._let_go(link, number, keep_announcement=True),
         )
         if hit.arriving and wait_s != 0:
+            wait_s = self._config.arrival_timeout_s if wait_s is None else wait_s
             with on_error(hit.close):
-                hit.wait(
-                    time.monotonic()
-                    + (self._config.arrival_timeout_s if wait_s is None else wait_s)
-                )
+                hit.wait(time.monotonic() + wait_s)
         return hit
 
     def report_timing(
@@ -210,6 +206,18 @@ class NodeClient(WholePrompts):
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         self._call(m.Prefetch(query), m.Done, deadline_s)
+
+    def retain(
+        self, query: Query, ttl_s: float, *, deadline_s: float | None = None
+    ) -> RetainedPrompt:
+        link = self._current("retain")
+        answer = self._call(m.Retain(query, ttl_s), m.Retained, deadline_s, link).answer
+        return RetainedPrompt(answer, lambda: self._let_go(link, answer.number))
+
+    def demote(
+        self, query: Query, *, first_chunk: int = 0, deadline_s: float | None = None
+    ) -> DemoteAnswer:
+        return self._call(m.Demote(query, first_chunk), m.Demoted, deadline_s).answer
 
     def claim(
         self,

@@ -100,6 +100,8 @@ class Session:
             m.Explain: self._explain,
             m.ListNamespaces: self._list_names,
             m.Prefetch: self._prefetch,
+            m.Retain: self._retain,
+            m.Demote: self._demote,
             m.Claim: self._claim,
             m.Damaged: self._damaged,
             m.Release: self._release,
@@ -216,6 +218,16 @@ class Session:
 
     def _prefetch(self, request: m.Prefetch) -> m.Answer | Running[m.Answer]:
         return self._in_turns(self._state.prefetch_turns(self, request.query), lambda _: m.Done())
+
+    def _retain(self, request: m.Retain) -> m.Answer | Running[m.Answer]:
+        return self._in_turns(
+            self._state.retain_turns(self, request.query, request.ttl_s), m.Retained
+        )
+
+    def _demote(self, request: m.Demote) -> m.Answer | Running[m.Answer]:
+        return self._in_turns(
+            self._state.demote_turns(request.query, request.first_chunk), m.Demoted
+        )
 
     def _claim(self, request: m.Claim) -> m.Answer | Running[m.Answer]:
         turns = self._state.claim_turns(

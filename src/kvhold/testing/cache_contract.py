@@ -98,6 +98,36 @@ class CacheContract(CacheLookups, CacheStores):
         self.settle(cache)
         assert read(cache, prompt) == (90 if self.lower_tiers else 0), "evicted after its release"
 
+    def test_a_retained_prompt_stays_under_pressure_until_it_is_let_go(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
+        prompt = a_prompt(hybrid, 90)
+        with cache.retain(prompt.query(), 600.0) as retained:
+            assert (retained.num_tokens, retained.present_tokens) == (90, 0)
+            store(cache, prompt)
+            self.settle(cache)
+            flood(cache, hybrid)
+            kept = cache.status()["retained_chunks"]
+            assert kept == 6 * len(hybrid.layout.groups)
+            assert read(cache, prompt) == 90
+        self.settle(cache)
+        status = cache.status()
+        assert status["retained_chunks"] == status["pinned_chunks"] == 0
+
+    def test_a_demoted_prompt_goes_first(self, cache: Cache, hybrid: Namespace) -> None:
+        prompts = [a_prompt(hybrid, 96, seed=seed) for seed in range(3)]
+        for prompt in prompts:
+            store(cache, prompt)
+        self.settle(cache)
+        with cache.lookup(prompts[2].query()):
+            answers = [cache.demote(prompt.query()) for prompt in prompts[1:]]
+        num_keys = 6 * len(hybrid.layout.groups)
+        assert answers[0].num_chunks == num_keys
+        assert 0 < answers[1].pinned_chunks <= num_keys
+        assert cache.demote(prompts[0].query(), first_chunk=6).num_chunks == 0
+        assert cache.demote(prompts[0].query(), first_chunk=4).num_chunks == num_keys // 3
+        assert all(read(cache, prompt) == 96 for prompt in prompts), "nothing is lost at once"
+
     def test_a_loan_stays_exact_after_a_clear(self, cache: Cache, hybrid: Namespace) -> None:
         prompt = a_prompt(hybrid, 90)
         store(cache, prompt)

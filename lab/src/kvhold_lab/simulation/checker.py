@@ -233,7 +233,7 @@ class Checker:
         ]
         holders += [search.pinned.values() for search in state._searches._searches.values()]
         holders += [state._writes._held.values(), self.scrubbing(), self.lent()]
-        holders.append(state._handovers.kept())
+        holders += [state._handovers.kept(), state._retains.kept()]
         for held in holders:
             for entry in held:
                 entries[id(entry)] = entry

@@ -1,0 +1,136 @@
+"""Keeps chunks in memory by their names, also chunks that are not stored yet.
+
+A name is kept while it has a keeper. Its entries are held once each, from when they are stored. The
+bytes of all kept names count against a share of memory, and of a namespace's quota. No I/O.
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import islice
+from typing import Generic, TypeVar
+
+from kvhold.cache.index.names import chunk_names, tail_names
+from kvhold.cache.index.pins import Pins
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, Query, place_suffix
+from kvhold.core.layout import Layout
+from kvhold.memory.slab import size_class
+from kvhold.tiers.ram import Entry, RamTier
+
+_SHARE = 4  # a quarter
+
+Keeper = TypeVar("Keeper")
+
+
+class KeptChunks(Generic[Keeper]):
+    def __init__(self, ram: RamTier, pins: Pins, max_bytes: int = 0) -> None:
+        """max_bytes: of all kept names; 0: a quarter of memory"""
+        self._ram = ram
+        self._pins = pins
+        self._max_bytes = max_bytes
+        self._keepers: dict[bytes, dict[Keeper, None]] = {}
+        # by name and key
+        self._entries: dict[bytes, dict[bytes, Entry]] = {}
+        self._bytes: dict[bytes, int] = {}  # by name, for all its keys
+        self._bytes_by: dict[bytes, int] = {}  # by namespace
+        self._all_bytes = 0
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._keepers
+
+    def __len__(self) -> int:
+        return len(self._keepers)
+
+    @property
+    def num_chunks(self) -> int:
+        """In memory, of one group and shard each."""
+        return sum(map(len, self._entries.values()))
+
+    def entries(self) -> list[Entry]:
+        return [entry for entries in self._entries.values() for entry in entries.values()]
+
+    def keepers(self, name: bytes) -> Collection[Keeper]:
+        return self._keepers.get(name, ())
+
+    def free_bytes(self, namespace: bytes) -> int:
+        capacity_bytes = self._ram.capacity_bytes
+        quota_bytes = self._ram.quota_bytes or capacity_bytes
+        return min(
+            (self._max_bytes or capacity_bytes // _SHARE) - self._all_bytes,
+            quota_bytes // _SHARE - self._bytes_by.get(namespace, 0),
+        )
+
+    def add(self, name: bytes, keeper: Keeper, nbytes: int) -> None:
+        """nbytes: of all its keys"""
+        if name not in self._keepers:
+            self._charge(name, nbytes)
+        self._keepers.setdefault(name, {})[keeper] = None
+
+    def keep(self, name: bytes, entry: Entry) -> None:
+        """Hold an entry of a kept name."""
+        entries = self._entries.setdefault(name, {})
+        if entry.key not in entries:
+            self._ram.hold(entry)
+            entries[entry.key] = entry
+
+    def removed(self, entry: Entry) -> None:
+        name = entry.key[:NAME_BYTES]
+        entries = self._entries.get(name)
+        if entries is None or entries.get(entry.key) is not entry:
+            return
+        del entries[entry.key]
+        if not entries:
+            del self._entries[name]
+        self._pins.unpin([entry])
+
+    def drop(self, names: Collection[bytes], keeper: Keeper) -> None:
+        unpinned: list[Entry] = []
+        for name in names:
+            keepers = self._keepers[name]
+            del keepers[keeper]
+            if not keepers:
+                del self._keepers[name]
+                self._discharge(name)
+                unpinned += self._entries.pop(name, {}).values()
+        self._pins.unpin(unpinned)
+
+    def _charge(self, name: bytes, nbytes: int) -> None:
+        namespace = name[:NAMESPACE_BYTES]
+        self._bytes[name] = nbytes
+        self._all_bytes += nbytes
+        self._bytes_by[namespace] = self._bytes_by.get(namespace, 0) + nbytes
+
+    def _discharge(self, name: bytes) -> None:
+        namespace = name[:NAMESPACE_BYTES]
+        nbytes = self._bytes.pop(name)
+        self._all_bytes -= nbytes
+        left = self._bytes_by[namespace] - nbytes
+        if left:
+            self._bytes_by[namespace] = left
+        else:
+            del self._bytes_by[namespace]
+
+
+def stored_names(query: Query, most: int) -> list[bytes]:
+    """Return the first `most` names of a prompt, each once: whole chunks, then the longest tail,
+    which engines store.
+    """
+    num_whole = len(query.hashes) // HASH_BYTES
+    names = [name for _, name in islice(chunk_names(query), most)]
+    if names and len(names) == num_whole < most:
+        names += [name for _, name in tail_names(query)][-1:]
+    return list(dict.fromkeys(names))  # a client may repeat some
+
+
+def suffixes(query: Query, layout: Layout, groups: Sequence[int] = ()) -> list[bytes]:
+    """groups: empty: all"""
+    return [
+        place_suffix(group, shard)
+        for group in groups or range(len(layout.groups))
+        for shard in range(query.shards)
+    ]
+
+
+def name_bytes(query: Query, layout: Layout) -> int:
+    """Of one name's whole chunks, in memory."""
+    size = layout.tokens_per_chunk
+    sizes = [layout.chunk_bytes(group, size) for group in range(len(layout.groups))]
+    return query.shards * sum(map(size_class, sizes))
