@@ -29,12 +29,12 @@ def rows(heading: str) -> dict[str, list[str]]:
     return found
 
 
-def engine_counts() -> tuple[dict[str, str], set[str]]:
+def engine_counts() -> tuple[dict[str, tuple[str, ...]], set[str]]:
     """Of `stats.py`, which needs vLLM to be imported: `METRICS` with their labels, and the words of
     the engine's own reasons.
     """
     tree = ast.parse((ROOT / "src/kvhold/integrations/vllm/stats.py").read_text())
-    metrics: dict[str, str] = {}
+    metrics: dict[str, tuple[str, ...]] = {}
     reasons: set[str] = set()
     for node in tree.body:
         if (
@@ -43,7 +43,7 @@ def engine_counts() -> tuple[dict[str, str], set[str]]:
             and node.target.id == "METRICS"
         ):
             assert node.value is not None
-            metrics = {name: label for name, (label, _) in ast.literal_eval(node.value).items()}
+            metrics = {name: labels for name, (labels, _) in ast.literal_eval(node.value).items()}
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
             names = [name.id for name in node.targets[0].elts if isinstance(name, ast.Name)]
             if "NOT_NAMED" in names:
@@ -56,10 +56,8 @@ def test_every_metric_of_an_engine_has_its_row() -> None:
     page = rows("What an engine counts")
     assert metrics
     assert page.keys() == {f"vllm:kvhold_{name}" for name in metrics}
-    for name, label in metrics.items():
-        assert re.findall(r"`(\w+)`", page[f"vllm:kvhold_{name}"][0]) == (
-            [label] if label else []
-        ), name
+    for name, labels in metrics.items():
+        assert tuple(re.findall(r"`(\w+)`", page[f"vllm:kvhold_{name}"][0])) == labels, name
 
 
 def test_every_metric_of_the_node_has_its_row() -> None:

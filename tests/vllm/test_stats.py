@@ -77,5 +77,11 @@ def test_a_metric_without_a_label_takes_none() -> None:
         Tally().add("loads", 1, "ram")
     with pytest.raises(AssertionError):
         Tally().add("hit_tokens", 1)
-    assert {label for label, _ in METRICS.values()} == {"", "source", "reason", "result"}
+    assert {labels for labels, _ in METRICS.values()} == {
+        (),
+        ("source",),
+        ("reason",),
+        ("result",),
+        ("action", "outcome"),
+    }
     assert REASONS and KVHoldConnector.build_kv_connector_stats().is_empty()

@@ -81,6 +81,7 @@ class VllmDriver:
             first_logprobs=_in_order(output.outputs[0].logprobs[0])
             if request.first_logprobs
             else [],
+            kv_transfer_params=output.kv_transfer_params or {},
         )
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:

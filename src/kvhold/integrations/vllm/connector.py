@@ -152,7 +152,9 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         keeps_blocks, handed = self.scheduler.finished(request, block_ids)
-        return keeps_blocks, handed and handed | engine_fields(self._vllm_config)
+        params = handed | engine_fields(self._vllm_config) if handed else {}
+        params |= self.scheduler.hints.finished(request)
+        return keeps_blocks, params or None
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         self.scheduler.step_over()

@@ -1,10 +1,12 @@
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
+from kvhold.core.hints import OWN_FIELDS
 from kvhold.core.keys import Insert, Namespace, Prompt
 from kvhold.core.naming import Facts
 from kvhold.core.rules import RequestRules, request_rules
@@ -100,7 +102,10 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
 
 def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRules:
     """Raises ConfigError: unknown words, or an error bound that `memory_codec` exceeds."""
-    rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
+    asked = (request.kv_transfer_params or {}).get("kvhold")
+    if isinstance(asked, Mapping):
+        asked = {name: value for name, value in asked.items() if name not in OWN_FIELDS}
+    rules = request_rules(asked, config.rules)
     most = rules.store_options.max_error
     if is_coded and most is not None and most < ERROR_BOUND:
         raise ConfigError(

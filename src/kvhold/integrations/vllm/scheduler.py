@@ -19,6 +19,7 @@ from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.handovers import answer
+from kvhold.integrations.vllm.hints import HintedRequests
 from kvhold.integrations.vllm.hosts import NodePlace, hosts_of, named_by_hosts, place_of
 from kvhold.integrations.vllm.lookups import RequestLookups, has_content
 from kvhold.integrations.vllm.media import Media
@@ -111,6 +112,7 @@ class SchedulerSide:
             tally=self.tally,
             awaits_hosts=num_hosts > 1,
         )
+        self.hints = HintedRequests(config, self._cache, self._lookup_thread, self.tally)
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
             namespace.layout.tokens_per_chunk,
@@ -166,6 +168,7 @@ class SchedulerSide:
             sorted(rank for host in hosts for rank in host.storers(self._geometry))
         )
         self.lookups.use_span(Span([*self._others.hosts, *own]))
+        self.hints.refusal = "the engine's workers are on several hosts"
         log.info(
             "kvhold: the workers are on %d hosts; a hit is what the nodes of all hosts have",
             len(hosts),
@@ -193,6 +196,7 @@ class SchedulerSide:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
             self.tally.add("refused_requests", 1)
             self.lookups.note(request)
+            self.hints.arrived(request, None, stores=False)
             return
         # an earlier request with this id: a session that continues its prompt
         if (before := self._request_states.pop(request.request_id, None)) is not None:
@@ -201,15 +205,15 @@ class SchedulerSide:
             if before.trace is not None:
                 before.trace.end(status="continued")
         if rules.store or rules.load:
-            self._request_states[request.request_id] = RequestState(
-                request,
-                rules,
-                part=self.lookups.handovers.part_of(request),
-                naming=self.lookups.submit_name(request, rules),
-                trace=self._tracer.begin(request) if self._tracer is not None else None,
-            )
+            naming = self.lookups.submit_name(request, rules)
+            part = self.lookups.handovers.part_of(request)
+            trace = self._tracer.begin(request) if self._tracer is not None else None
+            state = RequestState(request, rules, part, naming, trace=trace)
+            self._request_states[request.request_id] = state
+            self.hints.arrived(request, naming, stores=self._stores_for(state))
         else:
             self.lookups.note(request)
+            self.hints.arrived(request, None, stores=False)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load after `computed_tokens` (None: ask again), and whether the load

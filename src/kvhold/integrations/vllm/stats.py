@@ -16,38 +16,45 @@ BELOW_MINIMUM, NOT_NAMED, NO_ANSWER, NOT_AWAITED = (
     "not_awaited",
 )
 
-METRICS: dict[str, tuple[str, str]] = {
-    "lookup_tokens": ("", "Prompt tokens that were looked up."),
-    "hit_tokens": ("source", "Prompt tokens whose KV was found, by the tier it was in."),
+METRICS: dict[str, tuple[tuple[str, ...], str]] = {
+    "lookup_tokens": ((), "Prompt tokens that were looked up."),
+    "hit_tokens": (("source",), "Prompt tokens whose KV was found, by the tier it was in."),
     "missed_tokens": (
-        "reason",
+        ("reason",),
         (
             "Prompt tokens whose KV was not found, by reason: a word of kvhold.core.reasons, "
             "below_minimum, not_named, no_answer or not_awaited."
         ),
     ),
     "refused_requests": (
-        "",
+        (),
         (
             "Requests that are not cached, because their kv_transfer_params have unknown or "
             "forbidden values."
         ),
     ),
-    "loads": ("", "Hits that were loaded into blocks."),
+    "loads": ((), "Hits that were loaded into blocks."),
     "failed_loads": (
-        "",
+        (),
         (
             "Hits that were not loaded, or only in part because chunks were damaged. The missing "
             "KV was computed."
         ),
     ),
-    "loaded_bytes": ("", "Bytes copied into blocks."),
-    "stored_bytes": ("", "Bytes copied out of blocks."),
-    "stored_chunks": ("", "Chunks copied out of blocks, of one shard each."),
-    "load_seconds": ("", "Time from a load's start to its end, summed."),
-    "spans": ("result", "Spans for the OpenTelemetry collector: exported, dropped, failed."),
+    "loaded_bytes": ((), "Bytes copied into blocks."),
+    "stored_bytes": ((), "Bytes copied out of blocks."),
+    "stored_chunks": ((), "Chunks copied out of blocks, of one shard each."),
+    "hints": (
+        ("action", "outcome"),
+        "Hints of requests, by action and by outcome (docs/hints.md).",
+    ),
+    "load_seconds": ((), "Time from a load's start to its end, summed."),
+    "spans": (
+        ("result",),
+        "Spans for the OpenTelemetry collector: exported, dropped, failed.",
+    ),
 }
-"""`{name: (label, help)}`; all are counters."""
+"""`{name: (labels, help)}`; all are counters."""
 
 
 class Tally:
@@ -57,10 +64,10 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = {}
 
-    def add(self, name: str, value: float, label: str = "") -> None:
-        assert bool(METRICS[name][0]) == bool(label), "a metric has a label or none"
+    def add(self, name: str, value: float, *labels: str) -> None:
+        assert len(METRICS[name][0]) == len(labels) and all(labels), "a metric has its labels"
+        key = ":".join((name, *labels))
         with self._lock:
-            key = f"{name}:{label}" if label else name
             self._counts[key] = self._counts.get(key, 0) + value
 
     def looked_up(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
@@ -100,14 +107,16 @@ class PromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(
                 name=f"vllm:kvhold_{name}",
                 documentation=text,
-                labelnames=[*self._labelnames, *([label] if label else [])],
+                labelnames=[*self._labelnames, *labels],
             )
-            for name, (label, text) in METRICS.items()
+            for name, (labels, text) in METRICS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
-            name, _, label = key.partition(":")
+            name, _, rest = key.partition(":")
             if name in self._counters:
-                self._counters[name].labels(*engine, *([label] if label else [])).inc(value)
+                # a tier's name may contain a colon
+                labels = rest.split(":", len(METRICS[name][0]) - 1) if rest else []
+                self._counters[name].labels(*engine, *labels).inc(value)

@@ -1,0 +1,261 @@
+"""Carry out the hints of requests, and answer each (docs/hints.md).
+
+A hint arrives with its request and is carried out on the lookup thread, on the request's own
+prompt. `demote` waits for the request's end. Answers go back with the request's last output. A hint
+never fails a request, nor delays its end.
+"""
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kvhold.core.api import RetainedPrompt
+from kvhold.core.config import Config
+from kvhold.core.errors import KVHoldError
+from kvhold.core.hints import (
+    Hint,
+    HintAction,
+    HintAnswer,
+    HintOutcome,
+    RequestHints,
+    read_hints,
+)
+from kvhold.core.keys import Prompt, Query
+from kvhold.integrations.vllm.sessions import Sessions, SessionTurn
+from kvhold.integrations.vllm.stats import Tally
+from kvhold.node import NodeClient
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+ANSWERED = "kvhold_hints"
+"""The field of the answer's `kv_transfer_params`: a list of answers."""
+
+_NOT_BUILT = (HintAction.SHARE, HintAction.FETCH)
+_UNKNOWN = "unknown"  # the action of a hint that cannot be read
+_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass(eq=False)
+class _HintedRequest:
+    """A request with hints, or a turn of a session.
+
+    answered: at its arrival
+    pending:  to be carried out by `work`
+    prompt:   set by `work`; None: not named
+    """
+
+    read: RequestHints
+    stores: bool
+    answered: list[HintAnswer] = field(default_factory=list)
+    pending: list[Hint] = field(default_factory=list)
+    work: "Future[list[HintAnswer]] | None" = None
+    prompt: Prompt | None = None
+    turn: SessionTurn | None = None
+
+
+class HintedRequests:
+    """The lookup thread runs what touches the cache and `_sessions`, the scheduler's thread the
+    rest.
+    """
+
+    def __init__(
+        self, config: Config, cache: NodeClient, thread: ThreadPoolExecutor, tally: Tally
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._thread = thread
+        self._tally = tally
+        self._requests: dict[str, _HintedRequest] = {}
+        self._sessions = Sessions()
+        self.refusal = ""
+        """Why no hint can be carried out; empty: they can."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def arrived(
+        self, request: "Request", naming: "Future[Prompt | None] | None", *, stores: bool
+    ) -> None:
+        """naming: None: the request is not cached
+        stores: whether it may be stored
+        """
+        read = read_hints(
+            getattr(request, "kv_hints", None),
+            request.kv_transfer_params,
+            getattr(request, "session_id", None),
+        )
+        if not read:
+            return
+        hinted = _HintedRequest(read, stores, [self._count(one) for one in read.refused])
+        for hint in read.hints:
+            reason = self._why_not(hint, naming)
+            if reason:
+                hinted.answered.append(self._count(hint.answer(HintOutcome.REJECTED, reason)))
+            else:
+                hinted.pending.append(hint)
+        if naming is not None and (hinted.pending or self._is_turn(read)):
+            hinted.work = self._thread.submit(self._carry_out, hinted, naming)
+        if hinted.work is not None or hinted.answered:
+            self._requests[request.request_id] = hinted
+
+    def finished(self, request: "Request") -> dict[str, Any]:
+        """Return the answers, as a part of the answer's `kv_transfer_params`."""
+        hinted = self._requests.pop(request.request_id, None)
+        if hinted is None:
+            return {}
+        answers = list(hinted.answered)
+        if hinted.work is not None:
+            answers += (
+                hinted.work.result()
+                if hinted.work.done()
+                else [
+                    hint.answer(HintOutcome.DEFERRED, "the node has not answered yet")
+                    for hint in hinted.pending
+                ]
+            )
+            self._follow_up(hinted, request)
+        return {ANSWERED: [answer.as_json() for answer in answers]} if answers else {}
+
+    def _why_not(self, hint: Hint, naming: "Future[Prompt | None] | None") -> str:
+        if hint.action in _NOT_BUILT:
+            return "kvhold does not carry out this action"
+        if str(hint.action) not in self._config.hints.actions:
+            return "the engine's setting hints.actions does not allow this action"
+        if hint.until_superseded and not self._config.hints.sessions:
+            return "until = 'superseded' needs the engine's setting hints.sessions"
+        if naming is None:
+            return "the request is not cached"
+        return self.refusal
+
+    def _is_turn(self, read: RequestHints) -> bool:
+        return bool(read.session_id) and self._config.hints.sessions and not self.refusal
+
+    def _carry_out(
+        self, hinted: _HintedRequest, naming: "Future[Prompt | None]"
+    ) -> list[HintAnswer]:
+        """Raises nothing: the scheduler would raise it again."""
+        reason = "its KV cannot be named"
+        try:
+            prompt = hinted.prompt = None if naming.cancelled() else naming.result()
+            if prompt is not None:
+                return self._carry_out_on(prompt, hinted)
+        except Exception:
+            log.exception("kvhold: the hints of a request")
+            reason = "an error in kvhold"
+        return [self._count(hint.answer(HintOutcome.REJECTED, reason)) for hint in hinted.pending]
+
+    def _carry_out_on(self, prompt: Prompt, hinted: _HintedRequest) -> list[HintAnswer]:
+        read, query = hinted.read, prompt.query()
+        superseded = None
+        if self._is_turn(read):
+            hinted.turn, superseded = self._sessions.begin(read.session_id, query)
+        answers = [self._do(hint, hinted, prompt, query) for hint in hinted.pending]
+        if superseded is not None:
+            for retained in superseded.retains:
+                self._close(retained)
+            if superseded.has_chunks:
+                self._demote(superseded.query, superseded.first_chunk)
+        return [self._count(answer) for answer in answers]
+
+    def _do(self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query) -> HintAnswer:
+        try:
+            if hint.action is HintAction.DEMOTE:
+                return hint.answer(HintOutcome.DEFERRED, "at the request's end", prompt.num_tokens)
+            if hint.action is HintAction.PREFETCH:
+                self._cache.prefetch(query)
+                return hint.answer(HintOutcome.DEFERRED, "begun", prompt.num_tokens)
+            return self._retain(hint, hinted, prompt, query)
+        except KVHoldError as error:
+            log.debug("kvhold: hint %s: %s", hint.field, error)
+            return hint.answer(HintOutcome.REJECTED, "the node did not carry it out")
+
+    def _retain(
+        self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query
+    ) -> HintAnswer:
+        most_s = self._config.hints.max_ttl_s
+        ttl_s = most_s if hint.ttl_s is None else min(hint.ttl_s, most_s)
+        size = prompt.namespace.layout.tokens_per_chunk
+        if not prompt.num_whole:
+            return hint.answer(
+                HintOutcome.REJECTED, f"the prompt is shorter than a chunk of {size} tokens"
+            )
+        retained = self._cache.retain(query, ttl_s)
+        if not retained.num_tokens:
+            return hint.answer(HintOutcome.REJECTED, "the memory for hints is full")
+        if not hinted.stores and not retained.present_tokens:
+            retained.close()
+            return hint.answer(
+                HintOutcome.MISSING, "none of it is in memory, and the request stores nothing"
+            )
+        if hinted.turn is not None and hint.action is HintAction.RETAIN:
+            hinted.turn.retains.append(retained)
+        if retained.present_tokens < retained.num_tokens:
+            self._load_missing(query)
+        whole = prompt.num_whole * size + (query.tail_lengths[-1] if query.tail_lengths else 0)
+        reasons = []
+        if retained.num_tokens < whole:
+            reasons.append(f"only {retained.num_tokens} tokens fit the memory for hints")
+        if hint.ttl_s is not None and ttl_s < hint.ttl_s:
+            reasons.append(f"for {ttl_s:g} s, the most that hints.max_ttl_s allows")
+        return hint.answer(
+            HintOutcome.CLIPPED if reasons else HintOutcome.ACCEPTED,
+            "; ".join(reasons),
+            retained.num_tokens,
+        )
+
+    def _load_missing(self, query: Query) -> None:
+        try:
+            self._cache.prefetch(query)
+        except KVHoldError as error:
+            log.debug("kvhold: prefetch: %s", error)
+
+    def _follow_up(self, hinted: _HintedRequest, request: "Request") -> None:
+        """Do what waits for the request's end."""
+        is_complete = request.status in _COMPLETE
+        is_turn = self._is_turn(hinted.read)
+        demotes = is_complete and any(hint.action is HintAction.DEMOTE for hint in hinted.pending)
+        if not demotes and not (is_turn and (is_complete or hinted.read.ends_session)):
+            return
+        generated: list[int] = []
+        if is_complete and self._config.save_decode and not request.resumable:
+            first = max(0, request.num_prompt_tokens - self._config.skip_last_n_tokens)
+            generated = list(request.all_token_ids[first:-1])  # the last token has no KV
+        self._thread.submit(self._after, hinted, generated, demotes)
+
+    def _after(self, hinted: _HintedRequest, generated: list[int], demotes: bool) -> None:
+        prompt, read = hinted.prompt, hinted.read
+        if prompt is None:
+            return
+        try:
+            query = (prompt.followed_by(generated) if generated else prompt).query()
+            if hinted.turn is not None and generated:
+                self._sessions.extend(read.session_id, hinted.turn, query)
+            if hinted.turn is not None and read.ends_session:
+                for retained in self._sessions.end(read.session_id, query.namespace):
+                    self._close(retained)
+            if demotes:
+                self._demote(query)
+        except Exception:
+            log.exception("kvhold: the end of a request with hints")
+
+    def _demote(self, query: Query, first_chunk: int = 0) -> None:
+        try:
+            self._cache.demote(query, first_chunk=first_chunk)
+        except KVHoldError as error:
+            log.debug("kvhold: demote: %s", error)
+
+    def _close(self, retained: RetainedPrompt) -> None:
+        try:
+            retained.close()
+        except KVHoldError as error:
+            log.debug("kvhold: end of a retain: %s", error)
+
+    def _count(self, answer: HintAnswer) -> HintAnswer:
+        self._tally.add("hints", 1, answer.action or _UNKNOWN, str(answer.outcome))
+        return answer

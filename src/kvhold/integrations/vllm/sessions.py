@@ -1,0 +1,128 @@
+"""The latest turns of sessions, and which older turn a newer one supersedes.
+
+A newer turn continues an older one of its session if they share at least half of the older turn's
+whole chunks. Others are branches, such as a subagent's. No I/O, one thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from msgspec.structs import replace
+
+from kvhold.core.api import RetainedPrompt
+from kvhold.core.keys import HASH_BYTES, Query, split_hashes
+
+_MOST_SESSIONS = 4096
+_MOST_BRANCHES = 4  # per session; the oldest is forgotten
+_MOST_CHUNKS = 1 << 20  # 16 MB of hashes
+
+SessionKey = tuple[bytes, str]
+"""Namespace and session_id: no tenant can name another's session."""
+
+
+@dataclass(eq=False)
+class SessionTurn:
+    """retains: that end with the turn"""
+
+    query: Query
+    retains: list[RetainedPrompt] = field(default_factory=list)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.query.hashes) // HASH_BYTES
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """What only an older turn needs.
+
+    query, first_chunk: its chunks from this one on, and its tails
+    """
+
+    query: Query
+    first_chunk: int
+    retains: list[RetainedPrompt]
+
+    @property
+    def has_chunks(self) -> bool:
+        return self.first_chunk * HASH_BYTES < len(self.query.hashes) or bool(
+            self.query.tail_lengths
+        )
+
+
+class Sessions:
+    def __init__(self) -> None:
+        self._turns: OrderedDict[SessionKey, list[SessionTurn]] = OrderedDict()
+        self._num_chunks = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def begin(self, session_id: str, query: Query) -> tuple[SessionTurn, Superseded | None]:
+        """Add a turn. None: it continues no other."""
+        turns = self._turns.setdefault((query.namespace, session_id), [])
+        self._turns.move_to_end((query.namespace, session_id))
+        superseded = None
+        for older, shared in _by_shared_chunks(turns, query):
+            if older.num_chunks and 2 * shared >= older.num_chunks:
+                self._forget(turns, older)
+                superseded = Superseded(_without_tails_of(query, older), shared, older.retains)
+            break
+        while len(turns) >= _MOST_BRANCHES:
+            self._forget(turns, turns[0])
+        turn = SessionTurn(query)
+        turns.append(turn)
+        self._num_chunks += turn.num_chunks
+        self._bound()
+        return turn, superseded
+
+    def extend(self, session_id: str, turn: SessionTurn, query: Query) -> None:
+        """Add generated tokens to a turn, if it is still known."""
+        if turn in self._turns.get((query.namespace, session_id), ()):
+            self._num_chunks -= turn.num_chunks
+            turn.query = query
+            self._num_chunks += turn.num_chunks
+
+    def end(self, session_id: str, namespace: bytes) -> list[RetainedPrompt]:
+        """Forget a session, and return what it retains."""
+        turns = self._turns.pop((namespace, session_id), [])
+        self._num_chunks -= sum(turn.num_chunks for turn in turns)
+        return [retained for turn in turns for retained in turn.retains]
+
+    def _forget(self, turns: list[SessionTurn], turn: SessionTurn) -> None:
+        turns.remove(turn)
+        self._num_chunks -= turn.num_chunks
+
+    def _bound(self) -> None:
+        """Forget the sessions without a turn for longest. Their retains end by their time."""
+        while len(self._turns) > 1 and (
+            len(self._turns) > _MOST_SESSIONS or self._num_chunks > _MOST_CHUNKS
+        ):
+            _, turns = self._turns.popitem(last=False)
+            self._num_chunks -= sum(turn.num_chunks for turn in turns)
+
+
+def _by_shared_chunks(turns: list[SessionTurn], query: Query) -> Iterator[tuple[SessionTurn, int]]:
+    """The turn that shares most comes first; of several alike, the newest."""
+    hashes = list(split_hashes(query.hashes))
+    found = [(turn, _num_shared(turn, hashes)) for turn in reversed(turns)]
+    yield from sorted(found, key=lambda one: -one[1])
+
+
+def _num_shared(turn: SessionTurn, hashes: list[bytes]) -> int:
+    pairs = zip(split_hashes(turn.query.hashes), hashes, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _without_tails_of(query: Query, older: SessionTurn) -> Query:
+    """The older turn's query, without tails that the newer turn has, too."""
+    mine = set(split_hashes(query.tail_hashes))
+    tails = zip(older.query.tail_lengths, split_hashes(older.query.tail_hashes), strict=True)
+    left = [(length, name) for length, name in tails if name not in mine]
+    return replace(
+        older.query,
+        tail_hashes=b"".join(name for _, name in left),
+        tail_lengths=tuple(length for length, _ in left),
+    )

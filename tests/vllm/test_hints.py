@@ -1,0 +1,329 @@
+"""Under vLLM's real scheduler: hints are carried out and answered, and cost no request."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM in this environment")
+
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+from kvhold.core.errors import NodeError
+from kvhold.core.keys import Namespace, Query
+from kvhold.core.layout import Group, Layout
+from kvhold.integrations.vllm import sessions
+from kvhold.integrations.vllm.sessions import Sessions
+from kvhold.integrations.vllm.stats import Tally
+from kvhold.node import NodeClient
+from tests.vllm.engines import CHUNK, MakeEngine, asks, engine, forget_locally, node, tokens_held
+from tests.vllm.scheduling import Engine, NodeProcess, eventually, make_prompt
+
+__all__ = ["engine", "node"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
+
+ALL = {"hints": {"actions": "pin retain prefetch demote", "sessions": True}}
+PIN = {"action": "pin", "ttl_s": 600}
+
+
+def status(engine: Engine) -> Any:
+    return engine.connector.scheduler._cache.status()
+
+
+def ask(engine: Engine, name: str, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
+    """The answers to the hints of a request that is run to its end."""
+    engine.add(name, prompt, max_tokens=2, **asks(**fields))
+    engine.run()
+    # the lookup thread has done what waited for the end
+    engine.connector.scheduler._lookup_thread.submit(lambda: None).result()
+    assert len(engine.connector.scheduler.hints) == 0
+    forget_locally(engine)
+    answers: list[dict[str, Any]] = engine.handed.get(name, {}).get("kvhold_hints", [])
+    return answers
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Actions and outcomes that were counted, in order."""
+    seen: list[tuple[str, ...]] = []
+    add = Tally.add
+
+    def count(tally: Tally, name: str, value: float, *labels: str) -> None:
+        add(tally, name, value, *labels)
+        if name == "hints":
+            seen.append(labels)
+
+    monkeypatch.setattr(Tally, "add", count)
+    return seen
+
+
+def demoted(engine: Engine) -> float:
+    return float(status(engine)["counters"].get("kvhold_demoted_chunks", 0))
+
+
+class TestActions:
+    def test_a_pin_keeps_what_the_request_stores(
+        self, engine: MakeEngine, counted: list[tuple[str, ...]]
+    ) -> None:
+        one = engine(settings=ALL)
+        prompt = make_prompt("pinned", 300)
+        assert ask(one, "a", prompt, hints=[{"id": "x", **PIN}]) == [
+            {
+                "field": "kv_transfer_params.kvhold.hints[0]",
+                "id": "x",
+                "action": "pin",
+                "outcome": "accepted",
+                "num_tokens": 288,
+            }
+        ]
+        assert status(one)["retained_chunks"] == 5
+        assert tokens_held(one, prompt) == 288
+        assert counted == [("pin", "accepted")]
+
+    def test_a_retain_ends_by_its_time(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        hint = {"action": "retain", "ttl_s": 0.001}
+        assert ask(one, "a", make_prompt("short", 300), hints=[hint])[0]["outcome"] == "accepted"
+        eventually(lambda: status(one)["retained_chunks"] == 0)
+
+    def test_what_is_too_long_is_clipped(self, engine: MakeEngine) -> None:
+        hints = ALL["hints"] | {"max_ttl_s": 100}
+        one = engine(settings={"hints": hints})
+        [answer] = ask(one, "a", make_prompt("clipped", 300), hints=[PIN])
+        assert answer["outcome"] == "clipped"
+        assert answer["reason"] == "for 100 s, the most that hints.max_ttl_s allows"
+
+    def test_more_than_the_share_of_memory_is_clipped_and_then_rejected(
+        self, engine: MakeEngine
+    ) -> None:
+        one = engine(settings=ALL, num_blocks=400)
+        outcomes = []
+        for number in range(40):
+            [answer] = ask(one, str(number), make_prompt(f"share {number}", 4000), hints=[PIN])
+            outcomes.append(answer["outcome"])
+            if answer["outcome"] == "rejected":
+                assert answer["reason"] == "the memory for hints is full"
+                break
+        assert outcomes[-2:] in (["clipped", "rejected"], ["accepted", "rejected"])
+        chunk_bytes = one.connector.scheduler._namespace.layout.chunk_bytes(0, CHUNK)
+        held = status(one)
+        assert held["retained_chunks"] * chunk_bytes <= held["arena_bytes"] // 4
+
+    def test_demote_waits_for_the_requests_end(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        before = demoted(one)
+        [answer] = ask(one, "a", make_prompt("demoted", 300), hints=[{"action": "demote"}])
+        assert (answer["outcome"], answer["reason"]) == ("deferred", "at the request's end")
+        eventually(lambda: demoted(one) - before == 5)
+
+    def test_prefetch_begins(self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[Query] = []
+        monkeypatch.setattr(NodeClient, "prefetch", lambda _, query: asked.append(query))
+        one = engine(settings=ALL)
+        prompt = make_prompt("fetched", 300)
+        [answer] = ask(one, "a", prompt, hints=[{"action": "prefetch"}])
+        assert answer["outcome"] == "deferred"
+        assert asked == [one.connector.scheduler._namespace.prompt(prompt).query()]
+
+    def test_a_pin_of_what_is_not_there_is_missing(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        prompt = make_prompt("missing", 300)
+        [answer] = ask(one, "a", prompt, hints=[PIN], store=False)
+        assert answer["outcome"] == "missing"
+        assert status(one)["retained_chunks"] == 0
+
+    @pytest.mark.parametrize("shape", ["kv_hints", "kv_hint"])
+    def test_messages_of_routers_are_read(self, engine: MakeEngine, shape: str) -> None:
+        one = engine(settings=ALL)
+        prompt = make_prompt(f"router {shape}", 300)
+        if shape == "kv_hints":
+            action = KvHintAction("1", "kv.pin", "1.0", {"ttl_s": 600})
+            one.add("a", prompt, kv_hints=KvHintsEnvelope("0.1", "m", [action]))
+        else:
+            fetch = {
+                "action_id": "1",
+                "action_type": "kv.fetch",
+                "action_version": "1.0",
+                "payload": {"source_control_endpoint": "tcp://h:1", "block_hashes": [1]},
+            }
+            message = {"protocol_version": "0.1", "message_id": "m", "actions": [fetch]}
+            extra = {"kv_transfer_params": {"kv_hint": message}}
+            one.add("a", prompt, sampling={"extra_args": extra})
+        one.run()
+        [answer] = one.handed["a"]["kvhold_hints"]
+        assert answer["id"] == "1"
+        expected = ("accepted", None) if shape == "kv_hints" else ("rejected", NOT_BUILT)
+        assert (answer["outcome"], answer.get("reason")) == expected
+
+
+NOT_BUILT = "kvhold does not carry out this action"
+
+
+class TestRefusals:
+    def test_nothing_is_allowed_by_default(self, engine: MakeEngine) -> None:
+        one = engine()
+        [answer] = ask(one, "a", make_prompt("default", 300), hints=[PIN], session_id="s")
+        assert answer["outcome"] == "rejected"
+        assert "hints.actions" in answer["reason"]
+        assert status(one)["retained_chunks"] == 0
+        assert one.stores, "the request is cached as any other"
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"hints": [{"action": "pin"}]}, "ttl_s: it is missing"),
+            ({"hints": 5}, "kv_transfer_params.kvhold.hints: 5 must be a list"),
+            ({"session_id": 5}, "session_id: 5 must be text"),
+            ({"hints": [PIN], "store": False, "load": False}, "the request is not cached"),
+            ({"hints": [PIN], "no_rule": 1}, "the request is not cached"),
+        ],
+    )
+    def test_bad_ones_are_answered(
+        self,
+        engine: MakeEngine,
+        counted: list[tuple[str, ...]],
+        fields: dict[str, Any],
+        reason: str,
+    ) -> None:
+        one = engine(settings=ALL)
+        [answer] = ask(one, "a", make_prompt(f"bad {reason}", 200), **fields)
+        assert answer["outcome"] == "rejected"
+        assert reason in answer["reason"]
+        assert len(one.outputs["a"]) == 2
+        assert counted in ([("unknown", "rejected")], [("pin", "rejected")])
+
+    def test_a_prompt_without_a_whole_chunk_is_not_kept(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        [answer] = ask(one, "a", make_prompt("tiny", CHUNK - 1), hints=[PIN])
+        assert answer["reason"] == f"the prompt is shorter than a chunk of {CHUNK} tokens"
+
+    def test_a_faulty_node_costs_only_the_hint(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise NodeError("the test says so")
+
+        for name in ("retain", "prefetch", "demote"):
+            monkeypatch.setattr(NodeClient, name, fail)
+        one = engine(settings=ALL)
+        hints = [PIN, {"action": "prefetch"}, {"action": "demote"}]
+        answers = ask(one, "a", make_prompt("faulty", 300), hints=hints)
+        assert [answer["outcome"] for answer in answers] == ["rejected", "rejected", "deferred"]
+        assert len(one.outputs["a"]) == 2
+
+    def test_an_unexpected_error_costs_only_the_hint(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(NodeClient, "retain", lambda *_: 1 / 0)
+        one = engine(settings=ALL)
+        [answer] = ask(one, "a", make_prompt("broken", 300), hints=[PIN])
+        assert answer["reason"] == "an error in kvhold"
+
+    def test_pins_end_with_the_engine(self, engine: MakeEngine, node: NodeProcess) -> None:
+        one, other = engine(settings=ALL), engine()
+        ask(one, "a", make_prompt("leaving", 300), hints=[PIN])
+        one.close()
+        eventually(lambda: status(other)["retained_chunks"] == 0)
+
+
+class TestSessions:
+    def test_a_newer_turn_supersedes_the_older(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        before = demoted(one)
+        first = make_prompt("session", 320)
+        retain = {"action": "retain", "until": "superseded"}
+        [answer] = ask(one, "1", first, hints=[retain], session_id="s")
+        assert answer["outcome"] == "accepted"
+        assert status(one)["retained_chunks"] == 5
+        second = first[:192] + make_prompt("another answer", 256)
+        [answer] = ask(one, "2", second, hints=[retain], session_id="s")
+        assert status(one)["retained_chunks"] == 7, "the first turn's retain has ended"
+        assert demoted(one) - before == 2, "chunks that only the first turn needs"
+        ask(one, "3", second, session_id="s", end_session=True)
+        assert status(one)["retained_chunks"] == 0
+        assert demoted(one) - before == 2
+
+    def test_the_session_of_another_tenant_is_another(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        before, first = demoted(one), make_prompt("tenants", 320)
+        ask(one, "1", first, session_id="s")
+        ask(one, "2", first[:192] + make_prompt("x", 128), session_id="s", tags={"tenant": "b"})
+        assert demoted(one) == before
+
+    def test_generated_tokens_are_a_part_of_a_turn(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL | {"save_decode": True})
+        before, first = demoted(one), make_prompt("thinking", 256)
+        one.add("1", first, max_tokens=130, **asks(session_id="s"))
+        one.run()
+        ask(one, "2", first + make_prompt("without thoughts", 128), session_id="s")
+        eventually(lambda: demoted(one) - before == 2)
+
+    def test_sessions_are_off_by_default(self, engine: MakeEngine) -> None:
+        one = engine(settings={"hints": {"actions": "retain"}})
+        before, first = demoted(one), make_prompt("off", 320)
+        retain = {"action": "retain", "until": "superseded"}
+        [answer] = ask(one, "1", first, hints=[retain], session_id="s")
+        assert "hints.sessions" in answer["reason"]
+        ask(one, "2", first[:192] + make_prompt("y", 128), session_id="s")
+        assert demoted(one) == before
+
+
+_GROUP = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8")
+SPACE = Namespace("model", Layout(groups=(_GROUP,), tokens_per_chunk=4, tail_tokens=1))
+
+
+def query_of(*tokens: int) -> Query:
+    return SPACE.prompt(list(tokens)).query()
+
+
+class TestTurns:
+    def test_a_continued_turn_leaves_nothing_but_its_tail(self) -> None:
+        known = Sessions()
+        assert known.begin("s", query_of(*range(10)))[1] is None
+        _, superseded = known.begin("s", query_of(*range(22)))
+        assert superseded is not None
+        assert superseded.first_chunk == 2
+        assert superseded.has_chunks
+        assert superseded.query.tail_lengths
+
+    def test_a_repeated_turn_leaves_nothing(self) -> None:
+        known = Sessions()
+        known.begin("s", query_of(*range(10)))
+        _, superseded = known.begin("s", query_of(*range(10)))
+        assert superseded is not None
+        assert not superseded.has_chunks
+
+    def test_a_branch_supersedes_nothing(self) -> None:
+        known = Sessions()
+        known.begin("s", query_of(*range(40)))
+        assert known.begin("s", query_of(*range(16), *range(100, 140)))[1] is None
+        _, superseded = known.begin("s", query_of(*range(16), *range(100, 160)))
+        assert superseded is not None
+        assert superseded.query.hashes == query_of(*range(16), *range(100, 140)).hashes
+
+    def test_a_prompt_without_a_chunk_supersedes_nothing(self) -> None:
+        known = Sessions()
+        known.begin("s", query_of(1, 2))
+        assert known.begin("s", query_of(1, 2, 3))[1] is None
+
+    def test_the_oldest_branch_is_forgotten(self) -> None:
+        known = Sessions()
+        for branch in range(sessions._MOST_BRANCHES + 1):
+            known.begin("s", query_of(*[branch] * 8))
+        assert known.begin("s", query_of(*[0] * 8))[1] is None
+        assert known.begin("s", query_of(*[4] * 8))[1] is not None
+
+    @pytest.mark.parametrize("limit", ["_MOST_SESSIONS", "_MOST_CHUNKS"])
+    def test_what_is_known_has_a_limit(self, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sessions, limit, 3)
+        known = Sessions()
+        for name in range(50):
+            turn, _ = known.begin(str(name), query_of(*range(8)))
+            known.extend(str(name), turn, query_of(*range(12)))
+            assert len(known) <= 3
+            assert known._num_chunks == sum(
+                turn.num_chunks for turns in known._turns.values() for turn in turns
+            )
+        known.end("49", SPACE.digest)
+        known.end("49", SPACE.digest)
+        assert known.begin("49", query_of(*range(12)))[1] is None
