@@ -122,7 +122,7 @@ class Retains:
         self._kept.removed(entry)
 
     def expire(self) -> None:
-        """End what has passed its deadline. Cheap if there is nothing."""
+        """End the retains whose deadline has passed. Cheap if there are none."""
         now_s = self._clock()
         if now_s < self._next_due_s:
             return

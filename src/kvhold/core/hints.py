@@ -2,10 +2,10 @@
 
     read = read_hints(request.kv_hints, request.kv_transfer_params, request.session_id)
     read.hints        # to be carried out
-    read.refused      # what could not be read, as answers
+    read.refused      # unreadable hints, as answers
 
-Nothing here raises: a bad hint is refused with its field and the reason, and costs no request. What
-is read is bounded: 16 actions a message, 128 characters a name.
+Nothing here raises: a bad hint is refused with its field and the reason, and costs no request. A
+message has 16 actions at most, a name 128 characters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

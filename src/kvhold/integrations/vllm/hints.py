@@ -60,9 +60,7 @@ class _HintedRequest:
 
 
 class HintedRequests:
-    """The lookup thread runs what touches the cache and `_sessions`, the scheduler's thread the
-    rest.
-    """
+    """Calls to the cache and to `_sessions` run on the lookup thread, all else on the scheduler's."""
 
     def __init__(
         self, config: Config, cache: NodeClient, thread: ThreadPoolExecutor, tally: Tally
@@ -216,7 +214,7 @@ class HintedRequests:
             log.debug("kvhold: prefetch: %s", error)
 
     def _follow_up(self, hinted: _HintedRequest, request: "Request") -> None:
-        """Do what waits for the request's end."""
+        """Begin the work that waits for the request's end."""
         is_complete = request.status in _COMPLETE
         is_turn = self._is_turn(hinted.read)
         demotes = is_complete and any(hint.action is HintAction.DEMOTE for hint in hinted.pending)

@@ -36,7 +36,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class Superseded:
-    """What only an older turn needs.
+    """Chunks and retains that only an older turn needs.
 
     query, first_chunk: its chunks from this one on, and its tails
     """
@@ -86,7 +86,7 @@ class Sessions:
             self._num_chunks += turn.num_chunks
 
     def end(self, session_id: str, namespace: bytes) -> list[RetainedPrompt]:
-        """Forget a session, and return what it retains."""
+        """Forget a session, and return its retains."""
         turns = self._turns.pop((namespace, session_id), [])
         self._num_chunks -= sum(turn.num_chunks for turn in turns)
         return [retained for turn in turns for retained in turn.retains]
@@ -96,7 +96,7 @@ class Sessions:
         self._num_chunks -= turn.num_chunks
 
     def _bound(self) -> None:
-        """Forget the sessions without a turn for longest. Their retains end by their time."""
+        """Forget the sessions whose latest turn is oldest. Their retains end by their time."""
         while len(self._turns) > 1 and (
             len(self._turns) > _MOST_SESSIONS or self._num_chunks > _MOST_CHUNKS
         ):
