@@ -108,13 +108,16 @@ def test_a_fetch_of_a_router_is_read_without_its_payload() -> None:
         ({"action": "pin", "ttl_s": 1, "until": "superseded"}, "until: only retain"),
         ({"action": "retain", "ttl_s": 1, "until": "noon"}, "until: 'noon' must be 'ttl'"),
         ({"action": "retain", "until": "superseded"}, "needs a session_id"),
-        ({"action": "demote", "ttl_s": 1}, "there is no field 'ttl_s'; it takes none"),
+        ({"action": "demote", "ttl_s": 1}, "there is no field 'ttl_s'; known are target"),
+        ({"action": "demote", "target": "all"}, "target: 'all' must be 'prompt' or 'session'"),
+        ({"action": "demote", "target": "session"}, "target = 'session' needs a session_id"),
+        ({"action": "pin", "ttl_s": 1, "target": "session"}, "there is no field 'target'"),
         ({"action": "explode"}, "action: 'explode' must be one of pin, retain, prefetch"),
         ({"action": ["pin"]}, "action: a list must be one of"),
         ({}, "action: None must be one of"),
         ({"id": "x" * 129, **PIN}, r"id: 'x+\.\.\.' must be text of at most 128"),
         ({"id": "a\n", **PIN}, r"id: 'a\\n' must be text"),
-        ({"actoin": "pin"}, "there is no field 'actoin'; known are id, action, ttl_s, until"),
+        ({"actoin": "pin"}, "there is no field 'actoin'; known are id, action, ttl_s"),
         ("pin", "'pin' must be an object"),
         (None, "None must be an object"),
     ],
@@ -151,6 +154,13 @@ def test_a_bad_hint_does_not_harm_the_others() -> None:
     read = read_hints(None, own(PIN, {"action": "pin"}, {"action": "demote"}))
     assert [hint.action for hint in read.hints] == [HintAction.PIN, HintAction.DEMOTE]
     assert the_refused(RequestHints((), read.refused)).id == ""
+
+
+@pytest.mark.parametrize("kind", ["prefetch", "demote"])
+def test_a_session_may_be_the_target(kind: str) -> None:
+    hints = [{"action": kind}, {"action": kind, "target": "session"}]
+    read = read_hints(None, own(*hints, session_id="s"))
+    assert [hint.of_session for hint in read.hints] == [False, True]
 
 
 def test_a_retain_until_superseded_needs_no_time() -> None:
@@ -201,7 +211,7 @@ _json = st.recursive(
                 [
                     *("protocol_version", "message_id", "actions", "action_id", "action_type"),
                     *("action_version", "payload", "id", "action", "ttl_s", "until", "hints"),
-                    *("session_id", "end_session", "other"),
+                    *("session_id", "end_session", "other", "target"),
                 ]
             ),
             inner,

@@ -102,7 +102,7 @@ class TestActions:
             [answer] = ask(one, str(number), make_prompt(f"share {number}", 4000), hints=[PIN])
             outcomes.append(answer["outcome"])
             if answer["outcome"] == "rejected":
-                assert answer["reason"] == "the memory for hints is full"
+                assert answer["reason"] == "the limits of hints are reached"
                 break
         assert outcomes[-2:] in (["clipped", "rejected"], ["accepted", "rejected"])
         chunk_bytes = one.connector.scheduler._namespace.layout.chunk_bytes(0, CHUNK)
@@ -219,6 +219,13 @@ class TestRefusals:
         [answer] = ask(one, "a", make_prompt("broken", 300), hints=[PIN])
         assert answer["reason"] == "an error in kvhold"
 
+    def test_an_engine_that_cannot_carry_them_out_says_why(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        one.connector.scheduler.hints.refusal = "the engine's workers are on several hosts"
+        [answer] = ask(one, "a", make_prompt("hosts", 300), hints=[PIN], session_id="s")
+        assert answer["reason"] == "the engine's workers are on several hosts"
+        assert status(one)["retained_chunks"] == 0
+
     def test_pins_end_with_the_engine(self, engine: MakeEngine, node: NodeProcess) -> None:
         one, other = engine(settings=ALL), engine()
         ask(one, "a", make_prompt("leaving", 300), hints=[PIN])
@@ -257,6 +264,29 @@ class TestSessions:
         one.run()
         ask(one, "2", first + make_prompt("without thoughts", 128), session_id="s")
         eventually(lambda: demoted(one) - before == 2)
+
+    def test_an_idle_session_is_demoted_and_loaded_when_told(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loaded: list[Query] = []
+        monkeypatch.setattr(NodeClient, "prefetch", lambda _, query: loaded.append(query))
+        one = engine(settings=ALL)
+        before, turn = demoted(one), make_prompt("idle", 320)
+        ask(one, "1", turn, session_id="s")
+        tell = make_prompt("tell", 5)
+        hint: dict[str, Any] = {"action": "demote", "target": "session"}
+        [answer] = ask(one, "2", tell, hints=[hint], session_id="s")
+        assert answer["outcome"] == "accepted"
+        assert demoted(one) - before == 5
+        hint["action"] = "prefetch"
+        [answer] = ask(one, "3", tell, hints=[hint], session_id="s")
+        assert answer["outcome"] == "deferred"
+        assert loaded == [one.connector.scheduler._namespace.prompt(turn).query()]
+        [answer] = ask(one, "4", tell, hints=[hint], session_id="another")
+        assert (answer["outcome"], answer["reason"]) == ("missing", "the session is not known")
+        ask(one, "5", tell, session_id="s", end_session=True)
+        [answer] = ask(one, "6", tell, hints=[hint], session_id="s")
+        assert answer["outcome"] == "missing", "it has ended"
 
     def test_sessions_are_off_by_default(self, engine: MakeEngine) -> None:
         one = engine(settings={"hints": {"actions": "retain"}})

@@ -24,6 +24,7 @@ OWN_FIELDS = ("hints", "session_id", "end_session")
 """Fields of `kv_transfer_params.kvhold` that are read here, and are no rules."""
 
 _SUPERSEDED, _TTL = "superseded", "ttl"
+_PROMPT, _SESSION = "prompt", "session"
 _MOST_QUOTED = 60
 
 
@@ -53,12 +54,13 @@ class HintOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Hint:
-    """An action on the KV of the request's own prompt.
+    """An action on the KV of the request's own prompt, or of its session.
 
     field:            its place in the request
     id:               the sender's name for it; may be empty
     ttl_s:            None: not given
     until_superseded: it ends with the session's next turn
+    of_session:       it is about the session's latest turns
     """
 
     field: str
@@ -66,6 +68,11 @@ class Hint:
     action: HintAction
     ttl_s: float | None = None
     until_superseded: bool = False
+    of_session: bool = False
+
+    @property
+    def needs_session(self) -> bool:
+        return self.until_superseded or self.of_session
 
     def answer(self, outcome: HintOutcome, reason: str = "", num_tokens: int = 0) -> "HintAnswer":
         return HintAnswer(self.field, self.id, str(self.action), outcome, reason, num_tokens)
@@ -141,8 +148,9 @@ def read_hints(envelope: Any, params: Any, session_id: Any = None) -> RequestHin
 
 
 def _check_session(hint: Hint, session_id: str) -> Hint | HintAnswer:
-    if hint.until_superseded and not session_id:
-        return hint.answer(HintOutcome.REJECTED, "until = 'superseded' needs a session_id")
+    if hint.needs_session and not session_id:
+        field = "until = 'superseded'" if hint.until_superseded else "target = 'session'"
+        return hint.answer(HintOutcome.REJECTED, f"{field} needs a session_id")
     return hint
 
 
@@ -193,7 +201,7 @@ def _own_hints(field: str, value: Any) -> Iterator[Hint | HintAnswer]:
 def _own_hint(field: str, value: Any) -> Hint | HintAnswer:
     hint_id = action = ""
     try:
-        one = dict(_fields(field, value, ("id", "action", "ttl_s", "until")))
+        one = dict(_fields(field, value, ("id", "action", "ttl_s", "until", "target")))
         hint_id = _name(f"{field}.id", one.pop("id", None))
         kind = _kind(f"{field}.action", one.pop("action", None))
         action = str(kind)
@@ -206,15 +214,18 @@ def _hint(field: str, hint_id: str, kind: HintAction, at: str, payload: Any) -> 
     """at: the place of the payload"""
     if kind in (HintAction.SHARE, HintAction.FETCH):
         return Hint(field, hint_id, kind)  # its payload is not read
-    keeps = kind in (HintAction.PIN, HintAction.RETAIN)
-    known = ("ttl_s", "until") if keeps else ()
-    values = _fields(at, payload, known)
+    if kind in (HintAction.PREFETCH, HintAction.DEMOTE):
+        target = _fields(at, payload, ("target",)).get("target", _PROMPT)
+        if target not in (_PROMPT, _SESSION):
+            raise _BadHint(f"{at}.target", f"{_quoted(target)} must be {_PROMPT!r} or {_SESSION!r}")
+        return Hint(field, hint_id, kind, of_session=target == _SESSION)
+    values = _fields(at, payload, ("ttl_s", "until"))
     ttl_s, until = values.get("ttl_s"), values.get("until", _TTL)
     if until not in (_TTL, _SUPERSEDED):
         raise _BadHint(f"{at}.until", f"{_quoted(until)} must be {_TTL!r} or {_SUPERSEDED!r}")
     if until == _SUPERSEDED and kind is not HintAction.RETAIN:
         raise _BadHint(f"{at}.until", f"only retain may end when {_SUPERSEDED}")
-    if ttl_s is None and keeps and until == _TTL:
+    if ttl_s is None and until == _TTL:
         raise _BadHint(f"{at}.ttl_s", "it is missing: say for how many seconds")
     if ttl_s is not None and not _is_time(ttl_s):
         raise _BadHint(f"{at}.ttl_s", f"{_quoted(ttl_s)} must be a number above 0 to {MAX_TTL_S:g}")
@@ -238,9 +249,7 @@ def _fields(field: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
     for name in value:
         if name not in known:
             raise _BadHint(
-                field,
-                f"there is no field {_quoted(name)}; "
-                + (f"known are {', '.join(known)}" if known else "it takes none"),
+                field, f"there is no field {_quoted(name)}; known are {', '.join(known)}"
             )
     return value
 

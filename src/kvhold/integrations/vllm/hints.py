@@ -60,7 +60,9 @@ class _HintedRequest:
 
 
 class HintedRequests:
-    """Calls to the cache and to `_sessions` run on the lookup thread, all else on the scheduler's."""
+    """Calls to the cache and to `_sessions` run on the lookup thread, all else on the
+    scheduler's.
+    """
 
     def __init__(
         self, config: Config, cache: NodeClient, thread: ThreadPoolExecutor, tally: Tally
@@ -125,8 +127,8 @@ class HintedRequests:
             return "kvhold does not carry out this action"
         if str(hint.action) not in self._config.hints.actions:
             return "the engine's setting hints.actions does not allow this action"
-        if hint.until_superseded and not self._config.hints.sessions:
-            return "until = 'superseded' needs the engine's setting hints.sessions"
+        if hint.needs_session and not self._config.hints.sessions:
+            return "a hint about a session needs the engine's setting hints.sessions"
         if naming is None:
             return "the request is not cached"
         return self.refusal
@@ -151,7 +153,7 @@ class HintedRequests:
     def _carry_out_on(self, prompt: Prompt, hinted: _HintedRequest) -> list[HintAnswer]:
         read, query = hinted.read, prompt.query()
         superseded = None
-        if self._is_turn(read):
+        if self._is_turn(read) and prompt.num_whole:
             hinted.turn, superseded = self._sessions.begin(read.session_id, query)
         answers = [self._do(hint, hinted, prompt, query) for hint in hinted.pending]
         if superseded is not None:
@@ -163,6 +165,8 @@ class HintedRequests:
 
     def _do(self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query) -> HintAnswer:
         try:
+            if hint.of_session:
+                return self._do_for_session(hint, hinted.read.session_id, query)
             if hint.action is HintAction.DEMOTE:
                 return hint.answer(HintOutcome.DEFERRED, "at the request's end", prompt.num_tokens)
             if hint.action is HintAction.PREFETCH:
@@ -172,6 +176,20 @@ class HintedRequests:
         except KVHoldError as error:
             log.debug("kvhold: hint %s: %s", hint.field, error)
             return hint.answer(HintOutcome.REJECTED, "the node did not carry it out")
+
+    def _do_for_session(self, hint: Hint, session_id: str, query: Query) -> HintAnswer:
+        turns = self._sessions.latest(session_id, query.namespace)
+        # the request's own turn is not idle
+        turns = [turn for turn in turns if turn != query]
+        if not turns:
+            return hint.answer(HintOutcome.MISSING, "the session is not known")
+        if hint.action is HintAction.PREFETCH:
+            for turn in turns:
+                self._cache.prefetch(turn)
+            return hint.answer(HintOutcome.DEFERRED, "begun")
+        if not sum(self._cache.demote(turn).num_chunks for turn in turns):
+            return hint.answer(HintOutcome.MISSING, "no idle chunk of it is in memory")
+        return hint.answer(HintOutcome.ACCEPTED)
 
     def _retain(
         self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query
@@ -185,7 +203,7 @@ class HintedRequests:
             )
         retained = self._cache.retain(query, ttl_s)
         if not retained.num_tokens:
-            return hint.answer(HintOutcome.REJECTED, "the memory for hints is full")
+            return hint.answer(HintOutcome.REJECTED, "the limits of hints are reached")
         if not hinted.stores and not retained.present_tokens:
             retained.close()
             return hint.answer(
@@ -217,7 +235,9 @@ class HintedRequests:
         """Begin the work that waits for the request's end."""
         is_complete = request.status in _COMPLETE
         is_turn = self._is_turn(hinted.read)
-        demotes = is_complete and any(hint.action is HintAction.DEMOTE for hint in hinted.pending)
+        demotes = is_complete and any(
+            hint.action is HintAction.DEMOTE and not hint.of_session for hint in hinted.pending
+        )
         if not demotes and not (is_turn and (is_complete or hinted.read.ends_session)):
             return
         generated: list[int] = []
@@ -234,7 +254,7 @@ class HintedRequests:
             query = (prompt.followed_by(generated) if generated else prompt).query()
             if hinted.turn is not None and generated:
                 self._sessions.extend(read.session_id, hinted.turn, query)
-            if hinted.turn is not None and read.ends_session:
+            if self._is_turn(read) and read.ends_session:
                 for retained in self._sessions.end(read.session_id, query.namespace):
                     self._close(retained)
             if demotes:

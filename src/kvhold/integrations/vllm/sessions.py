@@ -85,6 +85,11 @@ class Sessions:
             turn.query = query
             self._num_chunks += turn.num_chunks
 
+    def latest(self, session_id: str, namespace: bytes) -> list[Query]:
+        """Return the latest turn of each branch, the newest first."""
+        turns = self._turns.get((namespace, session_id), [])
+        return [turn.query for turn in reversed(turns)]
+
     def end(self, session_id: str, namespace: bytes) -> list[RetainedPrompt]:
         """Forget a session, and return its retains."""
         turns = self._turns.pop((namespace, session_id), [])
