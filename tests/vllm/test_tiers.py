@@ -73,6 +73,7 @@ def engine(model: ModelInfo, socket: Path | None, *tiers: str, role: str = "kv_b
             "ram_bytes": "64MiB",
             "tiers": list(tiers),
             "rules": {"plan": False},
+            "hints": {"actions": "pin"},
             "node": {"socket": str(socket), "idle_exit_s": 300},
             "client": {"reconnect_interval_s": 0.1, "call_timeout_s": 30},
         },
@@ -91,6 +92,26 @@ def flush(socket: Path) -> None:
         assert client.flush(deadline_s=60)
 
 
+def check_hints(engine: Engine, socket: Path, prompt: list[int], expected: list[int]) -> None:
+    """A pin is carried out and answered, and what is not allowed is rejected."""
+    pin = {"id": "it", "action": "pin", "ttl_s": 600}
+    asked = engine.generate(
+        prompt, max_tokens=OUTPUT_TOKENS, rules={"hints": [pin, {"action": "demote"}]}
+    )
+    assert asked.token_ids == expected
+    rejected, accepted = asked.kv_transfer_params["kvhold_hints"]
+    assert accepted == {
+        "field": "kv_transfer_params.kvhold.hints[0]",
+        "id": "it",
+        "action": "pin",
+        "outcome": "accepted",
+        "num_tokens": len(prompt) // 32 * 32,
+    }
+    assert rejected["outcome"] == "rejected"
+    assert "hints.actions" in rejected["reason"]
+    assert status_of(socket)["retained_chunks"] == -(-accepted["num_tokens"] // CHUNK)
+
+
 def test_kv_outlives_engine_and_node_on_disk(
     model: ModelInfo, expected: list[list[list[int]]], sockets: list[Path], tmp_path: Path
 ) -> None:
@@ -98,6 +119,7 @@ def test_kv_outlives_engine_and_node_on_disk(
     with engine(model, sockets[0], disk) as first:
         assert first.generate_many(ASKED[0], max_tokens=OUTPUT_TOKENS).token_ids == expected[0]
         flush(sockets[0])
+        check_hints(first, sockets[0], ASKED[0][0], expected[0][0])
     stop_node(sockets[0])
     with engine(model, sockets[0], disk) as second:
         again = second.generate_many(ASKED[0], max_tokens=OUTPUT_TOKENS)
