@@ -1,5 +1,4 @@
-"""The classes of models, as small as vLLM runs them: heads of 32, an MLA latent of 512 + 64; on GPUs MLA heads of 128.
-"""
+"""The classes of models, as small as vLLM runs them: heads of 32, an MLA latent of 512 + 64."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

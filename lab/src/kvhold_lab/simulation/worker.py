@@ -2,7 +2,8 @@
 
 Usage: PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace] [--hosts N]
 
-Without FIRST and COUNT, its input has lines of both. After each line's seeds, prints {"done": true}.
+Without FIRST and COUNT, its input has lines of both. After each line's seeds, prints {"done":
+true}.
 """
 
 import gc
