@@ -428,7 +428,7 @@ class Cache(Protocol):
     ) -> Reencoding:
         """Re-encode the stored chunks of a tier, in the background, one call after another.
 
-        namespace: only its chunks (digest). None: of all that were registered or stored to since
+        namespace: only its chunks (digest). None: of all registered or stored to since
             the start
         query: only the chunks of this prompt
 

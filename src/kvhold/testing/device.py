@@ -203,7 +203,7 @@ class FakeDriver:
         del self.pinned[address]
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
-        """Real devices accept ranges within one registration, or outside all of them."""
+        """Real devices accept ranges within one registration, or outside all."""
         pinned_now = self.pinned.copy()
         touched = [
             start

@@ -15,8 +15,6 @@ _READS = 0.5
 
 
 class SimHandovers:
-    """"""
-
     def __init__(self, world: World) -> None:
         self._world = world
         self._begun: list[Prompt] = []

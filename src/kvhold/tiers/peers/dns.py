@@ -35,7 +35,7 @@ class DnsDirectory:
         self._name = name
         self._port = port
         self._resolver = resolver
-        # a silent DNS server may hold the thread for long
+        # DNS may hold the thread for long
         self._thread = ThreadPoolExecutor(1, "kvhold-dns")
         self._asking: asyncio.Future[Sequence[str]] | None = None
 

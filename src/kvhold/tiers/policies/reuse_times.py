@@ -103,7 +103,7 @@ class Worths:
 
     @property
     def num_ticks(self) -> int:
-        """Results of `worth` change only with it."""
+        """A changed number: results of `worth` may differ."""
         return self._times.num_ticks
 
     def worth(self, kind: int, age_s: float, factor: int) -> float:

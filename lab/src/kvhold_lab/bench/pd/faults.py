@@ -104,7 +104,7 @@ class PdFaultRow:
     deadline_missed: late answers and errors
     leaked:          held by the node at the end; of another connector, engines that hold blocks
     handed_tokens:   loaded by the decode engine; null: it was restarted
-    detail: first errors, holdings, a late fault
+    detail:          first errors, holdings, a late fault
     """
 
     fault: str

@@ -341,7 +341,6 @@ def _proxy_killed(trial: PdTrial) -> None:
 
 
 def _client_gone(trial: PdTrial) -> None:
-    """"""
     first, second = trial.halves
     with trial.proxy() as proxy:
         with trial.pair.paused("decode"):

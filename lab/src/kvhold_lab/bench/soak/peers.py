@@ -49,8 +49,8 @@ _KINDS = ("kills", "cuts", "forgotten")
 class PeersSoak:
     """wrong, late and left must be 0.
 
-    refused: calls that raised an error
-    late: calls beyond their deadlines
+    refused:       calls that raised an error
+    late:          calls beyond their deadlines
     left:          nodes that hold bytes, pins or leases at the end
     """
 

@@ -44,8 +44,8 @@ class Requests:
     """wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
 
     kv_unknown:  blocks that no engine computed, and loads that ended inside a block
-    unsteady: answers that the third engine gives, too, to the prompt alone
-    near_ties: answers cut at a near tie
+    unsteady:    answers that the third engine gives, too, to the prompt alone
+    near_ties:   answers cut at a near tie
     missing:     events that must occur and did not
     """
 
