@@ -35,7 +35,7 @@ from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 # Which chunks of a prompt its lookup uses, for a policy that learns from uses:
 # all:   in the cache or not
-# known: not those that were in no lookup before: the caller will not store them
+# known: only those of earlier lookups: the caller will not store others
 # none:  another lookup of the same request has used them
 Uses: TypeAlias = Literal["all", "known", "none"]
 

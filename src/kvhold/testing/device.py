@@ -61,7 +61,7 @@ class FakeDevice:
         return event
 
     def delay(self, stream: FakeStream) -> None:
-        """Stop a stream until a caller waits and nothing else can run."""
+        """Stop a stream until nothing else can run."""
         gate = FakeEvent(self)
         with self._lock:
             self._gates.append(gate)

@@ -1,6 +1,4 @@
-"""The peers whose addresses a DNS name has, such as the name of a headless service
-(docs/peers.md).
-"""
+"""The peers at the addresses of a DNS name (docs/peers.md)."""
 
 import asyncio
 import ipaddress
