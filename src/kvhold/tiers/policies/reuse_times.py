@@ -236,7 +236,7 @@ class ReuseTimes:
         return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
-        """The median time to the next use, of chunks of this age. None: unknown, or most have none."""
+        """The median time to the next use at this age. None: unknown, or most have none."""
         if self._num_uses < _FEWEST_USES:
             return None
         bucket = bisect_right(_EDGES_S, age_s) - 1
