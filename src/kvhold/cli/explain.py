@@ -26,7 +26,7 @@ def command(request_id: str, socket: str | None, as_json: bool) -> None:
     """Explain the node's decision for a request of an engine, and its result. Without REQUEST, list
     the latest decisions.
 
-    REQUEST is the request's id, or a part of it that no other id contains. The node remembers the
+    REQUEST is the request's id, or a unique part. The node remembers the
     last 512 decisions. Exits with 1 if none matches.
     """
     with connect(socket, "kvhold explain") as client:

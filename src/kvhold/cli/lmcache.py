@@ -1,4 +1,4 @@
-"""LMCache's settings, and what they are in kvhold."""
+"""LMCache's settings, translated."""
 
 import json
 import re

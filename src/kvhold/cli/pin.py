@@ -32,7 +32,7 @@ def command(
     """Keep a prompt's KV in memory for a time. Without NAMESPACE, list the pins.
 
     NAMESPACE is its digest from `kvhold names`, or the first digits. A running `kvhold control`
-    holds the pins; they end with it, and with the node. `kvhold unpin` ends one.
+    holds the pins, which also end with the node. `kvhold unpin` ends one.
     """
     if not namespace:
         if (tokens, text, tokenizer) != (None, None, None):

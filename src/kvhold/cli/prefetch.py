@@ -23,8 +23,8 @@ def command(
 ) -> None:
     """Begin to load a prompt's KV from lower tiers into memory.
 
-    NAMESPACE is its digest from `kvhold names`, or the first digits. `kvhold lookup` shows what is
-    in memory.
+    NAMESPACE is its digest from `kvhold names`, or the first digits. `kvhold lookup` shows the
+    cached part.
     """
     prompt_tokens = tokens_of(tokens, text, tokenizer)
     with connect(socket, "kvhold prefetch") as client:

@@ -1,6 +1,6 @@
 """Codecs: encode chunks to frames, and decode them (docs/format.md).
 
-Codecs other than raw are imported on first use, because importing one compiles code.
+All but raw are imported on first use: that compiles code.
 """
 
 from kvhold.codecs.base import Codec

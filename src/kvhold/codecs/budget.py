@@ -1,4 +1,4 @@
-"""Choose a chunk's codec: the tier's, or a more exact one within the request's options.
+"""Choose a chunk's codec: the tier's, or a more exact one.
 
 If a codec's error bound exceeds `max_error`, the frame's actual error is measured.
 """

@@ -1,4 +1,4 @@
-"""View a layer's bytes as aligned elements: payloads are not aligned."""
+"""View a layer's bytes as aligned elements."""
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager

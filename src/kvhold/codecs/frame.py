@@ -19,7 +19,7 @@ from kvhold.core.layout import CANONICAL, DTYPE_BYTES, MOST_CHUNK_BYTES, Layout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# broken by a transfer that rewrites line ends or strips the eighth bit
+# broken by transfers of text
 MAGIC = b"\x89kvhold\n"
 VERSION = 1
 RAW = "raw"

@@ -1,4 +1,4 @@
-"""k8v4: keys as in `int8`, values as in `kivi4`: errors of keys change the attention."""
+"""k8v4: keys as in `int8`, values as in `kivi4`."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""lossless: byte planes of the elements; planes that compress are coded by rANS.
+"""lossless: byte planes, coded by rANS where that compresses.
 
 Each channel's mean exponent is subtracted if that saves bytes.
 """

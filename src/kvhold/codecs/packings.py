@@ -1,4 +1,4 @@
-"""Convert known packings of engines to the canonical one, for codecs with a loss, and back."""
+"""Convert known packings of engines to the canonical one, and back."""
 
 from dataclasses import replace
 from functools import lru_cache

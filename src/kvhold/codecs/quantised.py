@@ -108,7 +108,7 @@ class Quantised(ABC):
 
     @abstractmethod
     def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
-        """Decode a layer whose form is not RAW. Trust nothing else in it."""
+        """Decode a layer, whose form is not RAW; trust nothing else."""
 
     def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> LayerShape:
         found = layout.groups[group]

@@ -1,4 +1,4 @@
-"""Encrypted frames (AES-256-GCM): a tier cannot read chunks, nor swap or alter them unnoticed.
+"""Encrypted frames (AES-256-GCM): a tier cannot read, swap or alter chunks unnoticed.
 
 Each frame has its own key (docs/format.md). A tenant's first key seals; all its keys unseal. Any
 thread; the GIL is released.

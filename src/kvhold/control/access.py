@@ -1,7 +1,7 @@
-"""Roles: what a caller of the API may do.
+"""Roles: the rights of the API's callers.
 
-The Unix socket needs no token, because only this user can open it. On TCP, a token gives its role.
-Without a token, callers on the loopback interface may read, unless reading needs a token.
+Only this user can open the Unix socket, without a token. On TCP, a token gives its role. Without a
+token, callers on loopback may read, unless reading needs one.
 """
 
 import hmac
@@ -15,7 +15,7 @@ from kvhold.net.addresses import is_loopback
 
 
 class ControlRole(IntEnum):
-    """Each includes those before it."""
+    """Each includes the earlier ones."""
 
     NONE = 0
     READ = 1

@@ -1,4 +1,4 @@
-"""What to do about each reason for a miss. The same as in docs/metrics.md."""
+"""An action for each reason for a miss, as in docs/metrics.md."""
 
 from typing import TypedDict
 

@@ -1,4 +1,4 @@
-"""The API's operations: a checked call in, a value for JSON out. No HTTP."""
+"""The API's operations. No HTTP."""
 
 import time
 from http import HTTPStatus
@@ -67,7 +67,7 @@ class ReencodeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tier:      its name, as in the status
     codec:     the new one
-    namespace: the first digits of the only namespace's digest; empty: all that the node knows
+    namespace: the first digits of the only namespace's digest; empty: all known ones
     tokens:    only the chunks of this prompt of the namespace; null: all
     """
 
@@ -82,7 +82,7 @@ class PromptOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     namespace: the first digits of its digest
     tokens:    its tokens
-    text:      its text, to which the tokenizer adds its special tokens
+    text:      its text, without special tokens
     messages:  its chat messages, for the model's chat template
     """
 
@@ -96,7 +96,7 @@ class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
     """A prompt to pin, as tokens, as text or as messages.
 
     ttl_s: how long; at most a week
-    owner: who asks for it
+    owner: name of the caller
     """
 
     ttl_s: float = 600.0
@@ -104,11 +104,11 @@ class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
 
 
 class CachedAnswer(TypedDict):
-    """What is cached of a prompt.
+    """The cached part of a prompt.
 
     num_tokens: tokens, from its start
     sources:    tokens by place: ram, or a tier
-    arriving:   more may be on lower tiers, which take longer to answer
+    arriving:   more may be on lower tiers
     reason:     why the hit ends there; null: more may come
     """
 
@@ -149,7 +149,7 @@ class ClientsAnswer(TypedDict):
 
 
 class NamespacesAnswer(TypedDict):
-    """What the node knows of namespaces.
+    """The known namespaces.
 
     namespaces:  those that engines registered
     others:      of requests with an adapter, a salt or tags, or of earlier engines
@@ -168,7 +168,7 @@ class DecisionsAnswer(TypedDict):
 
 
 class ClearAnswer(TypedDict):
-    """chunks: removed from memory; tiers remove theirs in the background"""
+    """chunks: removed from memory, before tiers"""
 
     chunks: int
 

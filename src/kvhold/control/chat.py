@@ -1,6 +1,6 @@
 """Chat templates: Jinja files of a model's folder, run in Jinja's sandbox.
 
-They get what transformers gives them: the messages, no tools, and the prompt for an answer.
+They get the messages, no tools, and the prompt for an answer.
 """
 
 import json

@@ -48,7 +48,7 @@ class PromptChecksums(TypedDict):
 def checksums_of(
     client: NodeClient, namespace: Namespace, query: Query, *, wait_s: float
 ) -> PromptChecksums:
-    """Load what lower tiers have, and read and check all bytes. Raises ControlRefusal.
+    """Load chunks from lower tiers, and check all bytes. Raises ControlRefusal.
 
     client: one that checks memory
     """

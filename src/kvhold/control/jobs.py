@@ -1,4 +1,4 @@
-"""Jobs: re-encodings that run in the node, begun and watched here."""
+"""Jobs: re-encodings in the node."""
 
 import time
 from dataclasses import dataclass, field
@@ -99,7 +99,7 @@ class _Job:
 
 
 class Jobs:
-    """One event loop. Jobs end with it, or with the node."""
+    """One event loop. Its end, or the node's, ends all jobs."""
 
     def __init__(self, node: ControlledNode) -> None:
         self._node = node

@@ -1,6 +1,6 @@
-"""Routes of LMCache's controller, for its clients: where a request means the same in kvhold.
+"""Routes for clients of LMCache's controller.
 
-An instance is a namespace, by the first digits of its digest. docs/control.md lists the routes.
+An instance is a namespace, by the first digits of its digest (docs/control.md).
 """
 
 import ipaddress

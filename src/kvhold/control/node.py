@@ -1,4 +1,4 @@
-"""The node as the API's loop sees it: calls in threads, within a limit."""
+"""Calls of the node in threads, within a limit."""
 
 import asyncio
 import threading

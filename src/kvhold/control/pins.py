@@ -83,7 +83,7 @@ class PromptPins:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def pin(self, request: PinRequest) -> PinRow:
-        """Load what lower tiers have, and pin what is found. Raises ControlRefusal."""
+        """Load chunks from lower tiers, and pin the hit. Raises ControlRefusal."""
         async with self._pinning:  # the quota counts whole pins
             await self._drop_ended()
             if len(self._pins) >= _MOST_PINS:

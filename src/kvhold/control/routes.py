@@ -1,4 +1,4 @@
-"""The table of the API's routes, from which the server and the OpenAPI document are made."""
+"""The table of the API's routes, for the server and the OpenAPI document."""
 
 from kvhold.control import api
 from kvhold.control.access import ControlRole

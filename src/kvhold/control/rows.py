@@ -1,4 +1,4 @@
-"""What the node knows, as rows for JSON. The commands print the same ones."""
+"""The node's clients and namespaces, as rows for JSON."""
 
 from typing import TypedDict, cast
 
@@ -20,7 +20,7 @@ class ClientRow(TypedDict):
     leases:       leases that it holds
     reservations: reservations that it holds
     nbytes:       arena bytes in its leases and reservations
-    ended:        it was ended and is still connected
+    ended:        ended, but still connected
     device:       a device copies for it
     pinned_bytes: arena bytes registered with the device
     """
@@ -57,7 +57,7 @@ class NamespaceRow(TypedDict):
 
 
 class NamespaceFacts(NamespaceRow):
-    """A namespace, and what it is made of.
+    """A namespace with its facts.
 
     facts: by name
     """

@@ -1,4 +1,4 @@
-"""The API's process: `kvhold control`. One event loop, and threads for calls to the node."""
+"""The API's process: `kvhold control`. One event loop."""
 
 import asyncio
 import logging

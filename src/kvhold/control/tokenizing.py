@@ -1,7 +1,7 @@
-"""Tokens of prompts that are given as text or as chat messages.
+"""Tokens of texts and chat messages.
 
-The tokenizers and chat templates are files in folders that `control.tokenizers` names. Nothing is
-downloaded. All work runs in one thread, for which a few prompts may wait.
+Tokenizers and chat templates are files, as `control.tokenizers` says. Nothing is downloaded. All
+work runs in one thread, with a short queue.
 """
 
 import asyncio

@@ -35,7 +35,7 @@ from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 # Which chunks of a prompt its lookup uses, for a policy that learns from uses:
 # all:   in the cache or not
-# known: not those that were in no lookup before: the caller will not store them
+# known: only those of earlier lookups: the caller will not store others
 # none:  another lookup of the same request has used them
 Uses: TypeAlias = Literal["all", "known", "none"]
 
@@ -428,7 +428,7 @@ class Cache(Protocol):
     ) -> Reencoding:
         """Re-encode the stored chunks of a tier, in the background, one call after another.
 
-        namespace: only its chunks (digest). None: of all that were registered or stored to since
+        namespace: only its chunks (digest). None: of all registered or stored to since
             the start
         query: only the chunks of this prompt
 

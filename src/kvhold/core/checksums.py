@@ -1,6 +1,6 @@
 """Checksums of chunks in memory, taken by the writer, checked by each reader.
 
-They are xxh3_64 per layer, as in a raw frame, against accidents, not forgery.
+xxh3_64 per layer, as in a raw frame, against accidents, not forgery.
 """
 
 import struct

@@ -479,7 +479,7 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         ) from None
     try:
         values = yaml.safe_load(raw)
-    except yaml.MarkedYAMLError as error:  # the error's text quotes the file, with its secrets
+    except yaml.MarkedYAMLError as error:  # its text quotes secrets
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(
             f"{path} is not valid YAML: {error.problem or error.context}{line}"

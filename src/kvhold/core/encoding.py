@@ -1,4 +1,4 @@
-"""One injective encoding of plain values, for everything that is hashed into a name.
+"""An injective encoding of plain values, to hash them into names.
 
 Only equal values of equal types give the same bytes. Encodings are never stored.
 """

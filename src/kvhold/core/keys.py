@@ -1,4 +1,4 @@
-"""Names of chunks: the same bytes in every process and on every host.
+"""Names of chunks, equal on every host.
 
     Namespace(model="llama", layout=layout).prompt(tokens).chunk_key(0)    # 40 bytes
 

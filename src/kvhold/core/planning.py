@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvhold.core.config import MOST_HANDOVER_S
 
-_ALIKE = 1.01  # within 1 %, the longer load wins: it leaves the engine free for other requests
+_ALIKE = 1.01  # within 1 %, the longer load wins: it leaves the engine free
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
     """How long a lookup waits for chunks of a prefill engine.
 
     timeout_s: the longest wait
-    grace_s:   the longest part of it until the other engine announces them
+    grace_s:   the longest wait until the other engine announces them
     """
 
     timeout_s: _Wait
@@ -60,7 +60,7 @@ class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
-    """What the caller of a lookup does about missing chunks.
+    """The intent of a lookup's caller for missing chunks.
 
     waits:     it may wait for another engine's computing, if this is faster
     announces: it will compute and store them now, so others may wait

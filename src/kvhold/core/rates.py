@@ -1,6 +1,6 @@
 """Amounts per second in the last minute.
 
-One thread adds; any thread reads, and may miss the latest.
+One thread adds; any thread reads.
 """
 
 import time

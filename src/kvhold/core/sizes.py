@@ -5,7 +5,7 @@ from decimal import Decimal
 
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
-    # redis and docker users write "4g" for GiB
+    # "4g" means GiB, as in redis and docker
     _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = 1024**_power
     _FACTORS[f"{_letter}b"] = 1000**_power
 

@@ -163,7 +163,7 @@ def _file_digest(path: Path) -> str:
     digest = _noted(folder / name, state) if _is_ours(folder) else None
     if digest is None:
         digest = _hash(path)
-        # a change within the clock's resolution would not change the state
+        # changes within the clock's resolution
         if _state_of(path) == state and _last_change(path) < time.time_ns() - _SETTLED_NS:
             _keep(folder / name, state, digest)
     return digest

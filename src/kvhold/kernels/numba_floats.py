@@ -1,6 +1,6 @@
 """Floats as bits, for the compiled code of quantising codecs.
 
-After a change, delete `__pycache__` here: numba does not notice changes in inlined functions.
+After a change, delete `__pycache__`: numba misses changes of inlined functions.
 """
 
 from typing import Any, TypeAlias

@@ -227,7 +227,7 @@ def _merge(planes: Any, bias: Any, out: Any) -> None:
 
 @compiled(types.void(_bytes, types.int64[::1]))
 def _histogram(plane: Any, counts: Any) -> None:
-    # four tables: equal neighbours do not wait for each other's store
+    # four tables: equal neighbours do not wait
     parts = np.zeros((4, 256), np.uint32)
     whole = plane.size // 4 * 4
     for i in range(0, whole, 4):
@@ -287,7 +287,7 @@ def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
             symbol = plane[i]
             x = states[lane]
             f = freqs[symbol]
-            # always written: a branch would be unpredictable
+            # always written: no branch
             full = x >= f << _u20
             row[at - 1] = np.uint16(x & _WORD_MASK)
             at -= int(full)

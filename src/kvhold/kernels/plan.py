@@ -1,7 +1,7 @@
 """Plan a copy: pair a view's slots with places in the arena, as runs for all layers.
 
-A *run* is a stretch of rows in order both in the view and in one chunk. All bounds are checked
-here. One thread at a time.
+A *run* is rows in order both in the view and in one chunk. All bounds are checked here. One thread
+at a time.
 """
 
 from dataclasses import dataclass, field, replace

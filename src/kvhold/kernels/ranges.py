@@ -1,4 +1,4 @@
-"""Ranges of a device's memory, each in pieces, whose checksums are taken where they lie."""
+"""Ranges of a device's memory, each in pieces, for checksums."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The reference for the fast copies, also used where they cannot run.
+"""The reference for the fast copies, and their substitute.
 
 If the device cannot address the arena, each piece goes through a temporary.
 """

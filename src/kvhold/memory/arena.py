@@ -1,4 +1,4 @@
-"""The arena: host memory that the node owns and engines map. It stays while any process maps it."""
+"""The arena: host memory that the node owns and engines map."""
 
 import ctypes
 import fcntl
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-# takes 1 ms, during which malloc and mmap wait
+# takes 1 ms; malloc and mmap wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
 _KEEP_FREE = 256 << 20  # bytes that stay free
 

@@ -132,7 +132,7 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 
 
 def place_own_threads(cores: str = "") -> None:
-    """Move kvhold's threads off the engine's cores, but near its memory, if it binds threads.
+    """If the engine binds threads, move kvhold's off its cores, but near its memory.
 
     cores: a list such as "8-15"; "inherit": change nothing
     """

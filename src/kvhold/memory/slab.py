@@ -10,7 +10,7 @@ from functools import lru_cache
 
 ALIGNMENT = 4096  # for O_DIRECT and huge pages
 SLAB_BYTES = 1 << 20
-LARGE_BYTES = SLAB_BYTES // 8  # a slab of smaller slots loses at most an eighth
+LARGE_BYTES = SLAB_BYTES // 8  # smaller slots lose at most an eighth
 _ZONE_ALIGNMENT = 2 << 20
 _SLACK_PART = 64
 

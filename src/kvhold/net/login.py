@@ -1,6 +1,6 @@
 """The greeting on TCP: LoginHello, then LoginRefused and a closed connection, or a welcome.
 
-These records never change, so a server can refuse any client with a reason.
+These records never change.
 """
 
 import msgspec

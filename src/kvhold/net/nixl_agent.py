@@ -24,7 +24,6 @@ class NixlAgent:
     def __init__(self) -> None:
         """Raises ChannelFault, or an exception of NIXL."""
         self._nixl = nixl = _bindings()
-        # with a thread that serves other agents' reads
         config = nixl.nixlAgentConfig(True, False, 0, nixl.NIXL_THREAD_SYNC_STRICT)
         self._agent: Any = nixl.nixlAgent(f"kvhold-{getrandbits(64):016x}", config)
         if _BACKEND not in self._agent.getAvailPlugins():

@@ -1,6 +1,6 @@
 """Offsets of chunks in the arena, packed for a message: 8 bytes each, in this host's byte order.
 
-It takes a hundredth of the time that lists of numbers take.
+A hundred times as fast as lists.
 """
 
 from array import array

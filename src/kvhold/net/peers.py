@@ -1,7 +1,7 @@
 """The records between a node and its followers, the nodes that read its chunks.
 
-After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. Then a connection
-carries gets and reads, or one Follow.
+After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. A connection carries
+gets and reads, or one Follow.
 
 A **get** is answered by PeerValues, each followed by the values' bytes, in the order of the keys.
 

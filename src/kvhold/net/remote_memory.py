@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 SAMPLE_BYTES = 4 << 20
 MOST_METADATA_BYTES = 64 << 10
 _POLL_S = 0.0001
-# other parts of a failed read may still be on their way
+# for other parts of a failed read
 _LINGER_S = 0.5
 _CLOSE_S = 5.0
 _STARTING = "it is starting"
@@ -121,8 +121,7 @@ class RemoteMemory:
         linger_s: float = _LINGER_S,
     ) -> None:
         """make_agent: called in the thread
-        buffer:     what others may read, and where reads may write; viewed, so mapped, until the
-                    agent is closed
+        buffer:     for others' reads and our own; stays mapped until the agent is closed
         """
         self.number = getrandbits(53)
         """Of this agent: addresses are not those of another one."""

@@ -1,6 +1,4 @@
-"""The queue before the engines: it bounds running and waiting requests, and held bytes. In order.
-One event loop.
-"""
+"""The queue before the engines: in order, with bounds. One event loop."""
 
 import asyncio
 from collections import deque

@@ -121,7 +121,7 @@ def make_pools(config: ProxyConfig) -> tuple[EnginePool, EnginePool]:
 
 
 def _weight(session: str, engine: ProxiedEngine) -> bytes:
-    """Rendezvous hashing: if an engine fails, only its own sessions move."""
+    """Rendezvous hashing: only a failed engine's sessions move."""
     return blake2b(f"{session}\0{engine.url}".encode(errors="replace"), digest_size=16).digest()
 
 

@@ -27,7 +27,7 @@ Deliver = Callable[[EngineAnswer], Awaitable[None]]
 
 _RETRIED = frozenset({429, 500, 502, 503, 504})  # another engine may answer
 _MOST_PREFILL_BYTES = 16 << 20  # of a prefill engine's answer
-_PAUSE_S = 0.05  # before the same engine is tried again
+_PAUSE_S = 0.05
 
 
 class NoEngineAnswers(KVHoldError):

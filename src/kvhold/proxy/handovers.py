@@ -118,5 +118,5 @@ def make_handover(protocol: str) -> Handover:
 
 
 def new_handover_id() -> str:
-    """Never the client's name, which may come twice."""
+    """Never the client's, which may repeat."""
     return uuid.uuid4().hex

@@ -76,7 +76,6 @@ def client_key(headers: Mapping[str, str]) -> str:
 
 
 def _kept(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> Headers:
-    """`Connection` names more hop-by-hop headers."""
     pairs = list(headers)
     named = {
         name.strip().lower()

@@ -137,7 +137,7 @@ def _with_params(fields: Fields, params: Mapping[str, Any]) -> bytes:
 def _prompt_size(kind: str, fields: Fields) -> tuple[int | None, int, int]:
     """Return the most tokens, the likely tokens, and the number of prompts.
 
-    A token has at least one byte, and JSON makes no text shorter.
+    A token has at least one byte.
     """
     if kind == "completions":
         return _size_of_prompt(fields.get("prompt"))

@@ -1,4 +1,4 @@
-"""Damage a running cache's arena from outside, as a stray write of the same user would."""
+"""Damage a running cache's arena from outside."""
 
 import os
 from contextlib import suppress

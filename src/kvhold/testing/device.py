@@ -61,7 +61,7 @@ class FakeDevice:
         return event
 
     def delay(self, stream: FakeStream) -> None:
-        """Stop a stream until a caller waits and nothing else can run."""
+        """Stop a stream until nothing else can run."""
         gate = FakeEvent(self)
         with self._lock:
             self._gates.append(gate)
@@ -203,7 +203,7 @@ class FakeDriver:
         del self.pinned[address]
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
-        """Real devices accept ranges within one registration, or outside all of them."""
+        """Real devices accept ranges within one registration, or outside all."""
         pinned_now = self.pinned.copy()
         touched = [
             start

@@ -85,7 +85,7 @@ class TierContract(TierReplaces):
         raise NotImplementedError("override the fixture `tier`")
 
     async def lose_a_part(self, tier: Any) -> None:
-        """Make one disk or server of several fail. Some of 64 values must be in it.
+        """Make one disk or server of several fail, which has some of 64 values.
 
         Override this for a tier that works without a part.
         """

@@ -1,7 +1,7 @@
 """`audit+...`: check a tier's values against the put ones, and log calls.
 
-It keeps the `max_keys` digests used last (xxh3-128). Not checked: ranges, earlier values, keys with
-overlapping calls, changes by other processes.
+It keeps the `max_keys` digests used last (xxh3-128). Not checked: ranges, earlier values,
+overlapping calls, other processes' changes.
 """
 
 import asyncio

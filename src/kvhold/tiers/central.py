@@ -1,4 +1,4 @@
-"""The tier of a central cache: `kvhold serve --listen` on another host."""
+"""The tier of a central cache."""
 
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -47,8 +47,8 @@ class Clears:
 
         asked_s: see `KeepsClears.advance`
 
-        With a journal, the clear is on the disk when this returns. A private tier with too many
-        pending clears gets one clear of everything. A read-only tier stays suppressed.
+        With a journal, the clear is on the disk when this returns. Too many pending clears of a
+        private tier become one of everything. A read-only tier stays suppressed.
         """
         if (
             not self._guard.traits.shared

@@ -33,7 +33,7 @@ class Getting:
         return size_of(self.parts)
 
     async def take(self, stream: Stream, size: int | None) -> None:
-        self.size = None  # a second reply may overwrite a part of the first one's bytes
+        self.size = None  # a second reply may overwrite the first
         if size is not None:
             if not 0 < size <= self.nbytes or (self.start is not None and size != self.nbytes):
                 raise ProtocolError(f"a value of {size} bytes for a buffer of {self.nbytes}")

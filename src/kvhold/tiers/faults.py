@@ -1,4 +1,4 @@
-"""`faults+...`: a tier that fails on purpose, for tests and rehearsals of failures.
+"""`faults+...`: a tier that fails on purpose.
 
     # faults+disk:///kv?faults=get:corrupt:0.01&faults_seed=7
     tier.rules = parse_rules("get:hang:@3"); ...; tier.release()  # at any time; resets the counts

@@ -37,7 +37,7 @@ _SPACES_AT_ONCE = 64  # in one call
 _MOST_SLICES = 64  # in one refresh
 _MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
 _MOST_NUMBERS = 20_000  # the journal's limit, too
-_LOOKS = 4  # for each new number, how many old ones may be forgotten
+_LOOKS = 4  # old numbers to forget for each new one
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
 _NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # instead of the number of a contact
@@ -467,7 +467,7 @@ class GenerationTier:
     async def _noticed(self, call: Awaitable[Result]) -> Result:
         try:
             return await call
-        # even if cancelled: it is unknown what the tier did
+        # even if cancelled: the result is unknown
         except BaseException:
             self._was_away = True
             self._contact += 1

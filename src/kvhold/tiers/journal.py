@@ -1,4 +1,4 @@
-"""A small file with the pending clears, which must survive a restart.
+"""A small file with the pending clears.
 
 The file is replaced in one step. Its lines, with tabs between the fields:
 

@@ -24,7 +24,7 @@ from kvhold.tiers.url import TierUrl
 _PORT = 11211
 _SMALL_CONNECTIONS = 2
 _DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
-_LONGEST_RELATIVE_S = 30 * 86_400  # longer times to live are dates
+_LONGEST_RELATIVE_S = 30 * 86_400  # longer ones are dates
 _LAST_DATE_S = 2**31 - 1
 _MAX_PREFIX = 150  # a key is at most 250 bytes
 
@@ -171,7 +171,7 @@ class MemcachedTier:
         return [call.answer is True for call in calls]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Uses `hash`: the server's lists by age may omit items."""
+        """By `hash`: the server's lists by age may omit items."""
         seen: set[bytes] = set()
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)

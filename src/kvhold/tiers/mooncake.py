@@ -427,7 +427,7 @@ def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
 def _without_repeats(
     reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Of two reads of a key in a batch, the client (0.3.13) fills one, but reports both."""
+    """The client (0.3.13) fills one of two reads of a key, but reports both."""
     left = list(reads)
     while left:
         first = {keys[read[0]]: read for read in reversed(left)}

@@ -1,4 +1,4 @@
-"""`null://` keeps no value, to measure the path above.
+"""`null://` keeps no value.
 
 **It breaks the contract on purpose:** `put` reports success, and stores nothing.
 """

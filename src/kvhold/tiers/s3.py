@@ -80,7 +80,7 @@ class S3Tier:
             raise self._fault(error, "check") from None
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """A missing bucket gives misses; `check` and `put` report it."""
+        """A missing bucket gives misses."""
         return [_raised(found) for found in await _all([self._size(key, "probe") for key in keys])]
 
     async def get(
@@ -164,7 +164,7 @@ class S3Tier:
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
-        """Drop the traceback: obstore may keep the error, and frames hold the caller's memory."""
+        """Drop the traceback, whose frames hold the caller's memory: obstore may keep the error."""
         error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
 

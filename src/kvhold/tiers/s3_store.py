@@ -18,7 +18,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer e
 
 _LEAST_PART = 5 << 20  # for all parts but the last
 _NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s
-_RETRIES = 1  # for a stale connection or a short overload
+_RETRIES = 1
 _BACKOFF = timedelta(milliseconds=20)
 
 

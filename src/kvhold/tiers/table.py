@@ -47,10 +47,7 @@ class KeyTable(Generic[Value]):
         return chain.from_iterable(map(dict.values, self.shards))
 
     def parts(self) -> Iterator[list[Value]]:
-        """The table may change between parts. Values that stay are in exactly one part.
-
-        Many parts are empty: to copy a dictionary's values takes as long as to use a part.
-        """
+        """The table may change between parts. Values that stay are in exactly one part."""
         for shard in self.shards:
             if not shard:
                 continue

@@ -100,7 +100,7 @@ def parse_url(text: str) -> TierUrl:
         )
     try:
         parts = urlsplit(text)
-    except ValueError:  # its message may show the password
+    except ValueError:  # may show the password
         raise ConfigError(f"tiers: {_place(text)!r} is not a URL") from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")

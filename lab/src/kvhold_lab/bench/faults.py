@@ -1,4 +1,4 @@
-"""The fault matrix (docs/faults.md). Every byte of a chunk follows from its key."""
+"""The fault matrix (docs/faults.md)."""
 
 import os
 import subprocess

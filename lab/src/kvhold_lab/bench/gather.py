@@ -1,4 +1,4 @@
-"""Gather and scatter in host memory, compared with a libc memcpy by as many threads."""
+"""Gather and scatter in host memory, beside memcpy by as many threads."""
 
 import ctypes
 from collections.abc import Callable

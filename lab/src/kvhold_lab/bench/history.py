@@ -1,4 +1,4 @@
-"""Results of benchmarks, kept as rows with machine, commit and date."""
+"""Kept results of benchmarks."""
 
 import os
 import platform

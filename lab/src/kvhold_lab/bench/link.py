@@ -30,7 +30,7 @@ _PATIENT_S = 120.0
 class LinkRow:
     """ratio:        unencoded bytes / frame bytes written
     ttft_p50_s:   of hits; in the row COLD, of computed prompts
-    link_s:       the link's time for a prompt's bytes
+    link_s:       of a prompt's bytes
     kl:           mean KL(computed || loaded) of the first token, in nats
     cached_share: the loaded share of the prompts
     """

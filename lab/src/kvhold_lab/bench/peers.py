@@ -1,4 +1,4 @@
-"""Nodes that serve each other on one machine: gets, lookups, the index, and events."""
+"""Peers on one machine: gets, lookups, the index, and events."""
 
 import asyncio
 import json

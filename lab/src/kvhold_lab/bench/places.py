@@ -1,4 +1,4 @@
-"""Real places for tiers on this machine, which can be made to fail."""
+"""Real places for tiers, which can be made to fail."""
 
 import shutil
 import tempfile

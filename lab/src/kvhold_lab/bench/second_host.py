@@ -1,6 +1,6 @@
 """A second host: a network namespace of this machine (root, iproute2), with a veth pair.
 
-It shares nothing but the network and the file system. Namespaces of killed runs are removed.
+It shares the file system. Namespaces of killed runs are removed.
 """
 
 import os

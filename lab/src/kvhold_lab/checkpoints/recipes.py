@@ -1,6 +1,4 @@
-"""The classes of models, with the smallest settings that vLLM's CPU build runs: heads of 32
-elements, and an MLA latent of exactly 512 + 64. GPUs need MLA heads of 128 elements.
-"""
+"""The classes of models, as small as vLLM runs them: heads of 32, an MLA latent of 512 + 64."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

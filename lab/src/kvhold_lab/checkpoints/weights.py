@@ -1,4 +1,4 @@
-"""Random weights whose greedy output depends on the whole context and does not repeat."""
+"""Random weights whose output depends on the whole context."""
 
 import math
 from typing import TYPE_CHECKING, Any

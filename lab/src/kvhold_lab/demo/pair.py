@@ -1,6 +1,6 @@
 """Time answers of one engine, and of a prefill and a decode engine behind `kvhold proxy`.
 
-Each arrangement has its own salt. Last, a long answer is timed while other prompts are computed.
+Each arrangement has its own salt.
 """
 
 import asyncio

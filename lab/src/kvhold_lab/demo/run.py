@@ -1,7 +1,7 @@
 """Time prompts on a cold engine, a warm one, and a new one.
 
-Each prompt runs four times: cold; from kvhold; from the prefix cache, the limit; and from kvhold in
-a new process.
+Each prompt runs cold, from kvhold, from the prefix cache (the limit), and from kvhold in a new
+process.
 """
 
 import statistics

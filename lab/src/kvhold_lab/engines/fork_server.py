@@ -128,7 +128,7 @@ class _Server:
             os.close(end)
             os._exit(_run(fork, streams, self._owner.parent))
         with contextlib.suppress(ProcessLookupError):
-            os.setpgid(child, child)  # as it does itself: who is first?
+            os.setpgid(child, child)  # the child does it, too
         self._ends[child] = end
         for descriptor in streams:
             os.close(descriptor)

@@ -1,6 +1,6 @@
-"""Fork what a forked program would spawn by `multiprocessing`.
+"""Fork the children that `multiprocessing` would spawn.
 
-On CPUs vLLM spawns its engine cores and workers, and each would import it again.
+On CPUs, spawned engine cores and workers would import vLLM again.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Models for the demo: Llamas with random weights of a fixed seed.
 
-Greedy output must depend on the whole context and not repeat, so attention is sharp.
+Attention is sharp, so output depends on the whole context.
 """
 
 import json

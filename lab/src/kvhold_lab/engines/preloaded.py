@@ -1,7 +1,6 @@
 """Programs that start with vLLM imported, in half of the time.
 
-PRELOAD_VLLM names a folder of fork servers, one for each environment that vLLM may read during its
-import.
+PRELOAD_VLLM names a folder of fork servers, one for each environment at vLLM's import.
 """
 
 import atexit

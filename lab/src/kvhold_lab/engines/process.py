@@ -1,4 +1,4 @@
-"""A child process with a log, and an error that quotes the log's end. A silent child is killed."""
+"""A child process with a log. A silent child is killed."""
 
 import contextlib
 import os
@@ -119,7 +119,6 @@ class LoggedProcess:
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
-        # the child writes at the shared offset
         tail = os.pread(self._log.fileno(), nbytes, max(0, size - nbytes))
         return tail.decode(errors="replace")
 
@@ -223,7 +222,7 @@ class Child(ABC):
         return self._process is not None and self._process.is_alive
 
     def pause(self) -> None:
-        """Stop answering until `resume`; the kernel still accepts connections."""
+        """Until `resume`; the kernel still accepts connections."""
         self._running().signal(signal.SIGSTOP)
 
     def resume(self) -> None:

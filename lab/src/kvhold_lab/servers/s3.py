@@ -1,4 +1,4 @@
-"""S3 servers: moto, which starts in a second, and a real Ceph gateway: 16 s and 200 MB.
+"""S3 servers: moto, and a real Ceph gateway (starts in 16 s, 200 MB).
 
 Buckets end with the process, and need boto3.
 """

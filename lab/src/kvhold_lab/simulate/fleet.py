@@ -1,7 +1,7 @@
 """Replays a trace on a fleet of hosts that are each other's peers.
 
-A request's host takes the beginning of the prompt from its memory, its peers, then a shared tier;
-it computes the rest. Memories are LRU.
+A host takes the beginning of a prompt from its memory, its peers, then a shared tier. Memories are
+LRU.
 """
 
 from collections import OrderedDict

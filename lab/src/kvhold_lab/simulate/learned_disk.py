@@ -1,4 +1,4 @@
-"""A simulated disk tier with `policy=learned`: the disk's own index, without files."""
+"""A disk tier with `policy=learned`: the real index, without files."""
 
 from collections.abc import Sequence
 

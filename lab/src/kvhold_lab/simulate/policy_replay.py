@@ -1,8 +1,8 @@
 """Replays a trace on a cache of a given size, with any class that has the methods of `Policy`.
 
-For each request, the chunks in memory are touched, the next ones are promoted from a lower tier,
-and the rest is stored. All chunks have one size and one namespace. Below `learned`, the tier is a
-real disk index; below another policy that learns from lookups, `lru`.
+A request touches chunks in memory, promotes the next ones, and stores the rest. All chunks have one
+size and one namespace. Below `learned`, the tier is a real disk index; below another policy that
+learns from lookups, `lru`.
 """
 
 import pkgutil

@@ -1,6 +1,6 @@
 """Replay a trace on a real, scaled-down cache.
 
-A chunk has one token and 4 KiB, which are never written. A tier below memory is a disk.
+A chunk has one token and 4 KiB. A tier below memory is a disk.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A simulated NATS JetStream, and each host's connections (`kvhold.tiers.peers.bus`).
+"""A simulated NATS JetStream, and each host's connections.
 
 Messages come late, twice, forged or not at all.
 """

@@ -1,4 +1,4 @@
-"""A simulated central cache: the real server over simulated sockets and a failing tier.
+"""A central cache: the real server, simulated sockets, a failing tier.
 
 A call may access only its own memory. Every damaged frame is a finding.
 """

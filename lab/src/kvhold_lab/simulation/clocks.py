@@ -1,4 +1,4 @@
-"""The clocks of one simulated host: wall clocks differ, and no two run equally fast."""
+"""The clocks of one simulated host."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,4 +1,4 @@
-"""A client's device: the real copier over a fake device, whose copies take virtual time.
+"""A client's device: the real copier over a fake device.
 
 Streams go on after their process was killed.
 """

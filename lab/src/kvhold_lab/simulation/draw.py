@@ -14,7 +14,7 @@ from kvhold_lab.simulation.node import NodeDraw
 _CHUNK_BYTES = 4096
 _LEARNED = 0.2  # the share of seeds
 _COMPUTING = 0.25  # the same
-_HANDOVERS = 0.2  # the same, of seeds with one host
+_HANDOVERS = 0.2  # of seeds with one host
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),

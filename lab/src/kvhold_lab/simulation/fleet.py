@@ -1,4 +1,4 @@
-"""Simulates hosts that are each other's peers: their indexes, feeds, gets and clears.
+"""Hosts that are each other's peers: indexes, feeds, gets and clears.
 
 Each host is a simulation (`run.py`) with a server and a tier of peers.
 """
@@ -40,12 +40,12 @@ from kvhold_lab.simulation.world import World
 EVERY, AT = 8, 7
 """One in this many seeds simulates peers: those with this remainder."""
 _TOKEN = "the token"
-_AGREE_S = 90.0  # a follower tries again after 12.5 s, and a silent one is lost after 5 s
+_AGREE_S = 90.0
 _LOOK_S = 0.2
 _LOOK_AT_BUS_S = 1.0
 _MOST_FOLLOWED = 24
 _FOLLOWED_OF_MANY = (3, 6, 9)  # in a larger fleet
-_RARER = 10  # evictions and looks at the pins of one host, in a fleet of more than four
+_RARER = 10  # in a fleet of more than four
 _BEAT_OF_MANY_S = 2.5  # half of the silence that loses a peer
 _LATEST_S = 10.0  # a host of a directory may begin so late
 _MOST_OLD_S = 2 * SILENT_S + 0.5  # of the newest record, while the bus is followed
@@ -323,7 +323,7 @@ class Fleet:
         self._late = self.hosts[0]
         self._by_name = {name: host for host in self.hosts for name in host.names}
         num_near = num_hosts
-        if num_hosts > _MOST_FOLLOWED:  # more than one may follow: clears go around a ring
+        if num_hosts > _MOST_FOLLOWED:  # clears go around a ring
             peers.BEAT_S = _BEAT_OF_MANY_S
             num_near = 1 + random.choice(_FOLLOWED_OF_MANY)
         for host in self.hosts:

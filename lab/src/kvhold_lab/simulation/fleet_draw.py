@@ -1,4 +1,4 @@
-"""Draw how a fleet's hosts find each other, how changes reach them, and their clocks."""
+"""Draw a fleet's directory, bus and clocks."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,4 +1,4 @@
-"""Hand-overs between simulated engines, and the rule that they are kept for their time."""
+"""Hand-overs, and the rule that they are kept for their time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,6 @@ _READS = 0.5
 
 
 class SimHandovers:
-    """Each operation is the part of a prefill engine or of a decode engine."""
-
     def __init__(self, world: World) -> None:
         self._world = world
         self._begun: list[Prompt] = []

@@ -1,4 +1,4 @@
-"""Simulates several hosts with one shared tier, by the rule of `clears.py`."""
+"""Several hosts with one shared tier, by the rule of `clears.py`."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -27,7 +27,7 @@ EVERY = 6
 """One in this many seeds simulates several hosts."""
 # left out: they would lose markers, which `Hosts` does itself
 _LIES = (("probe", "stale"), ("probe", "truncate"))
-# left out with a central cache, where each damaged frame is a finding
+# left out with a central cache
 _DAMAGES = ("corrupt", "truncate", "swap", "stale")
 
 

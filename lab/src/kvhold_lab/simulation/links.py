@@ -1,4 +1,4 @@
-"""The network between simulated hosts: partitions, slow links, and hosts without power.
+"""The network between simulated hosts.
 
 A cut link passes nothing, not even the end of a connection.
 """

@@ -62,7 +62,7 @@ class SimMembership(ABC):
 
 
 class SimDns(SimMembership):
-    """Addresses that another system registers, as Kubernetes does.
+    """Addresses that another system registers.
 
     listed: by host
     """

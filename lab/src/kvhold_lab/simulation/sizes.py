@@ -1,4 +1,4 @@
-"""Small sizes for the real code, whose own the simulation would never reach."""
+"""Small sizes for the real code."""
 
 from random import Random
 from typing import Any

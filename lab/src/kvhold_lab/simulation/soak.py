@@ -1,4 +1,4 @@
-"""Runs many seeds on all cores, or checks that the seeds find each mutation.
+"""Runs many seeds on all cores, also of mutations.
 
 PYTHONHASHSEED is 0: a set's order is part of a history.
 """
@@ -23,8 +23,8 @@ from kvhold.core.errors import KVHoldError
 from kvhold_lab.simulation.patches import apply, mutations
 
 _MODULE = "kvhold_lab.simulation.worker"
-_PIECE = 50  # seeds that a process is given at once, divided by the hosts
-_MOST_SEEDS = 2000  # of one process, which takes some seconds to start
+_PIECE = 50  # seeds at once, divided by the hosts
+_MOST_SEEDS = 2000  # of one process
 _SHOWN = 20
 
 

@@ -1,4 +1,4 @@
-"""Sockets of simulated threads: bytes come late, are cut anywhere, and may never come."""
+"""Sockets of simulated threads."""
 
 import asyncio
 import errno
@@ -110,7 +110,7 @@ class SimSocket:
             self._move()
 
     def vanish(self) -> None:
-        """Close as a host without power: the other end is told when it sends."""
+        """As a host without power: the other end is told when it sends."""
         self.closed = self.has_vanished = True
         self._out.clear()
 

@@ -1,4 +1,4 @@
-"""A tier over a dictionary. Transfers are slow and in pieces, and may outlast a cancellation."""
+"""A tier over a dictionary. Transfers may outlast a cancellation."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

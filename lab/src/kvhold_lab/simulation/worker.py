@@ -2,8 +2,8 @@
 
 Usage: PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace] [--hosts N]
 
-Without FIRST and COUNT, reads lines of them from its input. After each line's seeds, prints
-{"done": true}.
+Without FIRST and COUNT, its input has lines of both. After each line's seeds, prints {"done":
+true}.
 """
 
 import gc
@@ -14,7 +14,7 @@ from typing import Any
 from kvhold_lab.simulation.run import simulate
 
 _COLLECT_EVERY = 25
-_COLLECT_EVERY_HOSTS = 100  # a seed of 100 hosts leaves as much garbage as many seeds of one
+_COLLECT_EVERY_HOSTS = 100
 
 
 def main(first: int, count: int, *, trace: bool = False, hosts: int = 0) -> None:

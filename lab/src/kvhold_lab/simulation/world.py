@@ -1,6 +1,6 @@
 """Virtual time and the order of events: one scheduler for all simulated threads.
 
-All randomness comes from `world.random`, so a seed determines the whole history.
+All randomness comes from `world.random`.
 """
 
 import asyncio

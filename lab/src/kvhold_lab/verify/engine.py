@@ -1,4 +1,4 @@
-"""vLLM engines in a child process, one after the other, because importing vLLM is slow."""
+"""vLLM engines in a child process, one after the other."""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Prompts that meet every boundary of blocks and chunks, share prefixes, and repeat."""
+"""Prompts at every boundary of blocks and chunks, with shared prefixes."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Serve requests that arrive and end while others run, timed in engine steps to be repeatable."""
+"""Serve requests that arrive and end while others run, by engine steps."""
 
 from collections import deque
 from dataclasses import dataclass, field

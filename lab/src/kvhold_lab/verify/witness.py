@@ -1,4 +1,4 @@
-"""Check the blocks that KVHoldConnector loads, without using the connector's code.
+"""Check the blocks that KVHoldConnector loads, without the connector's code.
 
 vLLM's own calls show which blocks a pass computes and a load fills. The digest of each loaded block
 must be among those of blocks computed for the same adapter, images and tokens, in this engine or

@@ -1,4 +1,4 @@
-"""The dashboard: one page without resources from elsewhere."""
+"""The dashboard: one page."""
 
 from importlib.resources import files
 

@@ -38,7 +38,7 @@ class Pages(Protocol):
 
     @property
     def identity(self) -> str:
-        """It distinguishes KV of the same layout."""
+        """Distinguishes KV of the same layout."""
 
     def ids(self, indices: "torch.Tensor", num_pages: int) -> Int64s:
         """Return [num_pages] page numbers of `num_pages * page size` slots.

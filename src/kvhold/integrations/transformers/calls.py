@@ -1,6 +1,6 @@
 """Decide which calls the cache serves.
 
-A served call fills its cache with exactly the KV of the prompt's tokens at positions 0, 1, 2 ...
+A served call fills its cache with the KV of exactly the prompt's tokens.
 """
 
 import copy

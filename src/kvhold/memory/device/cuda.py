@@ -119,9 +119,7 @@ class CudaDriver(TorchDriver):
 
 
 def _find_copy_batch() -> Callable[..., int] | None:
-    """cuMemcpyBatchAsync by its address: cuda-bindings needs an object for each piece, too slow.
-    None: older than CUDA 13.
-    """
+    """cuMemcpyBatchAsync by its address: cuda-bindings is too slow. None: older than CUDA 13."""
     flags = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     result = cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", 13000, int(flags))
     if result[0] != cuda.CUresult.CUDA_SUCCESS or not result[1]:

@@ -1,7 +1,7 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-A thread pins slices (0.1 s per GiB), and keeps the mappings until it has unpinned them: the device
-would mistake new memory at the same address for the old.
+A thread pins slices (0.1 s per GiB), and keeps the mappings until it has unpinned them: else the
+device would mistake new memory at the same address.
 """
 
 import logging
@@ -21,7 +21,7 @@ from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import DeviceDriver
 
 SLICE_BYTES = 256 << 20  # 25 ms per call
-_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held until then, and the engine waits
+_MOST_WAIT_S = 1.0  # for a slice; the store holds its lock, and the engine waits
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reach:
-    """slice_bytes: a copy may not cross a multiple of it, counted from `address`"""
+    """slice_bytes: a copy may not cross a multiple, counted from `address`"""
 
     address: int
     pinned: bool

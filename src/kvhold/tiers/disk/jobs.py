@@ -1,4 +1,4 @@
-"""The jobs of a disk's threads. A job stores its result in its attributes.
+"""The jobs of a disk's threads, with their results.
 
 An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
 """

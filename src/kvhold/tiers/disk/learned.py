@@ -40,7 +40,7 @@ class KnownPast(NamedTuple):
 
 
 class Learning:
-    """The reuse times by which a disk evicts.
+    """The reuse times for a disk's evictions.
 
     worths: of memory's policy; None before `DiskTier.learn_from`
     ghosts: the pasts of chunks that are not in this tier

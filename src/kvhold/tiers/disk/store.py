@@ -226,7 +226,7 @@ class DiskStore:
         return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
-        """If another call writes a key, wait for it, and write if it failed."""
+        """If another call writes a key, await that, and write if it failed."""
         faults: list[TierError | None] = [None] * len(items)
         todo = list(range(len(items)))
         async with self._opener.use() as opened:
@@ -245,7 +245,7 @@ class DiskStore:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Write each new file beside the old one, show it, then remove the old file."""
+        """Write each new file, show it, then remove the old file."""
         answers: dict[bytes, bool | TierError] = {}
         async with self._opener.use() as opened:
             await self._written(opened, [key for key, _ in items])

@@ -1,4 +1,4 @@
-"""Move bytes between a value's parts and one file, past the page cache where that is faster.
+"""Move bytes between a value's parts and a file, past the page cache where faster.
 
 O_DIRECT moves the leading bytes that are page-aligned in memory and in the file.
 """

@@ -1,4 +1,4 @@
-"""Other nodes as a tier: their chunks in memory and on their disks, found without asking."""
+"""Other nodes as a tier."""
 
 from kvhold.tiers.peers.tier import PeersConfig, PeersTier
 

@@ -1,4 +1,4 @@
-"""Changes of peers that come over a bus, instead of a connection to each peer (docs/peers.md).
+"""Changes of peers over a bus (docs/peers.md).
 
 Records are not trusted. A node seals them with a key from its `PeerWelcome`. The clock in the seal
 exposes delayed and repeated records. One event loop.

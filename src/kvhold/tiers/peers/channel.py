@@ -58,7 +58,7 @@ class _NotFaster(ChannelFault):
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """What this node's settings allow.
+    """The channel that this node's settings allow.
 
     memory:      None: chunks come over TCP
     reason:      why they do; empty: NIXL may be used
@@ -148,7 +148,7 @@ class PeerChannel:
         return [item for item in items if id(item) not in asked]
 
     def found_damaged(self, keys: Sequence[bytes]) -> None:
-        """Use TCP for a while if one of them came by NIXL."""
+        """Use TCP for a while if one came by NIXL."""
         if self._offer is not None and any(key in self._recent for key in keys):
             self._failed("a chunk that came by NIXL was damaged", self._offer)
 
@@ -281,7 +281,7 @@ class PeerChannel:
 
 
 def _is_direct(item: Getting, memory: RemoteMemory) -> bool:
-    """A header outside the arena, then the chunk in it."""
+    """A header outside the arena, then the chunk inside."""
     if item.start is not None or len(item.parts) != 2 or not item.parts[1].nbytes:
         return False
     return memory.region.has(address_of(item.parts[1]), item.parts[1].nbytes)

@@ -1,4 +1,4 @@
-"""The numbers of clears, by which a clear on one host holds for the chunks of its peers.
+"""The numbers of clears: they order clears of one host with its peers' chunks.
 
 A number is larger than every known one of its prefix, and about the time in milliseconds at which
 memory was cleared. Any thread.

@@ -1,4 +1,4 @@
-"""Where a list of peers comes from, if it is not in the tier's URL."""
+"""The contract of directories of peers."""
 
 import re
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""The peers whose addresses a DNS name has, such as the name of a headless service
-(docs/peers.md).
-"""
+"""The peers at the addresses of a DNS name (docs/peers.md)."""
 
 import asyncio
 import ipaddress
@@ -35,7 +33,7 @@ class DnsDirectory:
         self._name = name
         self._port = port
         self._resolver = resolver
-        # a silent DNS server may hold the thread for long
+        # DNS may hold the thread for long
         self._thread = ThreadPoolExecutor(1, "kvhold-dns")
         self._asking: asyncio.Future[Sequence[str]] | None = None
 

@@ -1,4 +1,4 @@
-"""The JSON gateway of etcd 3.4 and later: the few calls that registrations need.
+"""The JSON gateway of etcd 3.4 and later.
 
 Endpoints are tried in turn. Passwords and tokens are in no error. One event loop.
 """

@@ -1,4 +1,4 @@
-"""The faults of one peer: why it is not used, and what to do about it.
+"""The faults of one peer.
 
 TierError
  ├─ PeerProtocol         it breaks the protocol

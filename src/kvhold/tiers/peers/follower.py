@@ -26,7 +26,7 @@ from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-_LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0  # over a connection, after the bus failed
+_LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0  # after the bus failed
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_VERSION, _MOST_NAME = 40, 64

@@ -1,4 +1,4 @@
-"""A stream of NATS JetStream that carries the changes of all nodes of a fleet.
+"""A stream of NATS JetStream with the changes of a fleet.
 
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 

@@ -33,7 +33,7 @@ from kvhold.tiers.peers.faults import (
 )
 from kvhold.tiers.peers.record import PeerRecord
 
-_MOST_KEYS = 128  # of one get: what the peer looks up in one turn
+_MOST_KEYS = 128  # of one get: one turn of the peer
 _greeting: Decoder[p.Greeting] = Decoder(p.Greeting)
 _values: Decoder[p.PeerValues] = Decoder(p.PeerValues)
 

@@ -1,4 +1,4 @@
-"""The events of one peer, for `kvhold peers` and the metrics.
+"""The events of one peer.
 
 The tiers' loop writes. Any thread reads.
 """

@@ -1,4 +1,4 @@
-"""The peers that a tier follows now: those of its URL, or those that a directory lists.
+"""The followed peers: of the tier's URL, or of a directory.
 
 The chunks of an unlisted peer are not found. One event loop, but for `status` and `own`.
 """

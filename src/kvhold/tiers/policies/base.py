@@ -17,7 +17,7 @@ NEUTRAL = 8
 
 @dataclass
 class PolicyLookup:
-    """A lookup, as a policy knows it. All calls of `used` and `missed` for it get it.
+    """A lookup, as a policy knows it, for all its calls of `used` and `missed`.
 
     prompt:  the kind of its prompt
     at_s:    when it began, by the policy's clock

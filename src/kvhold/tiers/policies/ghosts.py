@@ -8,7 +8,6 @@ oldest use.
 
 Times have a resolution of two seconds and wrap around after 48 days.
 
-The user may mark some chunks as samples.
 """
 
 from collections.abc import Iterable, Sequence

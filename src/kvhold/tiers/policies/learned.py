@@ -3,9 +3,8 @@
 Only the oldest leaf of each kind and value is compared. `ghosts.py` remembers evicted and missing
 chunks.
 
-The chunks of a prompt with equal pasts are a *run*. Only one chunk of each run, the *sample*, is
-counted, or a few long prompts would determine the counts. A run is the same in all parts of a
-lookup, in all groups and shards, and however long storing it takes.
+The chunks of a prompt with equal pasts are a *run*, in all groups and shards. Only one chunk of
+each run, the *sample*, is counted, or a few long prompts would determine the counts.
 """
 
 import time
@@ -41,7 +40,7 @@ _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
 _MOST_BEGUN = 4096  # runs whose use is known exactly
 _MOST_FIRSTS = 4096  # namespaces
-_FIRST = place_suffix(0, 0)  # of most namespaces
+_FIRST = place_suffix(0, 0)
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue

@@ -27,7 +27,7 @@ _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8  # in a tick after no pause
 _MOST_KINDS = 64  # in any tick
-# after a pause many cohorts change their bucket; each tick handles some, so that no tick is long
+# after a pause many cohorts change their bucket; each tick handles some
 _MOST_AGED = 2000  # uses per tick
 _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 
@@ -103,7 +103,7 @@ class Worths:
 
     @property
     def num_ticks(self) -> int:
-        """Results of `worth` change only with it."""
+        """A changed number: results of `worth` may differ."""
         return self._times.num_ticks
 
     def worth(self, kind: int, age_s: float, factor: int) -> float:
@@ -236,10 +236,7 @@ class ReuseTimes:
         return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
-        """The median time to the next use, among chunks of this age that are used again.
-
-        None: little is known yet, or most chunks are not used again.
-        """
+        """The median time to the next use at this age. None: unknown, or most have none."""
         if self._num_uses < _FEWEST_USES:
             return None
         bucket = bisect_right(_EDGES_S, age_s) - 1

@@ -1,4 +1,4 @@
-"""The part of the Redis protocol, version 2, that a tier needs. Replies are not trusted.
+"""A part of the Redis protocol, version 2. Replies are not trusted.
 
 An invalid reply raises ProtocolError.
 """

@@ -1,4 +1,4 @@
-"""Send calls to their keys' servers, and follow keys that move.
+"""Send calls to their keys' servers.
 
 After a server's failure or a cancelled call, the topology is read again. A failed call is retried
 once.

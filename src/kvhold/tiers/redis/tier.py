@@ -203,7 +203,7 @@ class RedisTier:
     def _read(self, name: bytes, parts: Parts, start: int | None) -> RedisCall:
         if start is None:
             return ReadWhole(name, parts)
-        # a short range of a head would look like a value
+        # a short range of a head looks like a value
         return (
             ReadRange(name, start, parts)
             if start + size_of(parts) > HEAD_BYTES and size_of(parts)

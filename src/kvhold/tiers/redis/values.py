@@ -1,4 +1,4 @@
-"""Commands with large replies, which read values into the caller's memory."""
+"""Commands that read values into the caller's memory."""
 
 from kvhold.core.errors import ProtocolError
 from kvhold.net.stream import Stream

@@ -1,6 +1,6 @@
 """LMCache's connector, loaded by vLLM from LMCache's environment.
 
-Repairs a name of llvmlite's library that vLLM's search through modules breaks.
+Repairs a name of llvmlite that vLLM breaks.
 """
 
 import os

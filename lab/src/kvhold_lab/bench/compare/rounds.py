@@ -1,6 +1,6 @@
 """The plan of `kvhold bench vllm`: rounds of all shares of reuse, in memory.
 
-A prompt begins with a text of the previous round. The first round does not count.
+The first round does not count.
 """
 
 from collections.abc import Sequence

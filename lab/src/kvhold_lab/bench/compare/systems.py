@@ -1,4 +1,4 @@
-"""The compared systems: real vLLMs, each in its own process, all at the same time."""
+"""The compared systems: real vLLMs in processes of their own."""
 
 import math
 import tempfile

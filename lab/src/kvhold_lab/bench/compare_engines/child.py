@@ -1,4 +1,4 @@
-"""One cache in its own process, which acts as the engine. It reads and writes lines of JSON.
+"""One cache in a process that acts as the engine.
 
     python -m kvhold_lab.bench.compare_engines.child kvhold_lab.bench.compare_engines.kvhold_child
     .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment

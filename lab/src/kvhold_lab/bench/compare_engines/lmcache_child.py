@@ -1,4 +1,4 @@
-"""The measured LMCache 0.5.6, with the calls of its own integrations.
+"""The measured LMCache 0.5.6.
 
 in-process      our connector calls its host copies; it has none for CPUs
 engine-driven   server; this process copies through shared memory (default on CPUs)

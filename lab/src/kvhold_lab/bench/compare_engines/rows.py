@@ -1,4 +1,4 @@
-"""Make rows from times: medians, and ratios within cells: one operation, tier and round."""
+"""Rows: medians, and ratios within cells (one operation, tier and round)."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """How much stores and loads slow a decoding engine, by the device's clock.
 
 Windows with and without copies alternate. A step stores 16 MiB in 5 ms, as a prefill of 25,000
-tokens a second does; loads run as fast as they can.
+tokens a second does.
 """
 
 from collections import deque

@@ -1,7 +1,4 @@
-"""A decoding engine without a scheduler: steps on its own stream, timed by the device.
-
-A step reads up to 12 GiB, too much for the device's caches.
-"""
+"""A decoding engine without a scheduler: steps on its own stream, timed by the device."""
 
 import time
 from collections.abc import Callable
@@ -116,7 +113,7 @@ class StepModel:
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         state, queries = self._state, self._queries
         for up, down, keys, values in self._layers:
-            # torch.softmax would start threads on the CPU
+            # torch.softmax would start threads
             scores = torch.exp(queries @ keys.transpose(-1, -2))
             queries = scores @ values / scores.sum(dim=-1, keepdim=True)
             state = state @ up @ down

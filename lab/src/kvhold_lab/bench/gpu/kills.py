@@ -1,6 +1,6 @@
 """Kills processes while they copy: no byte may reach memory that is reserved again.
 
-The memory is filled with another value, which must stay. A control must be found.
+A control must be found.
 
     python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER [astray]   # a child; prints "copying"
 """

@@ -1,6 +1,4 @@
-"""The mini engine without kvhold, with stores, and with another engine's KV: tokens and KV bytes
-must be equal.
-"""
+"""The mini engine without kvhold, with stores, and with loads: equal tokens and KV bytes."""
 
 import random
 from collections.abc import Iterator

@@ -109,7 +109,7 @@ def _is_exact(copier: Copier, sample: CopySample) -> bool:
 
 
 def _holds(piece: Piece, tensors: list[torch.Tensor]) -> bool:
-    """Compare host and device: a load could read a store's bytes back from a wrong address."""
+    """Compare host and device."""
     sample = 0, piece.places.offsets.size - 1
     for chunk in sample:
         at = int(piece.places.offsets[chunk])

@@ -1,4 +1,4 @@
-"""Blocks of one piece size, and an arena with the chunks of half of the blocks, without a cache."""
+"""Blocks of one piece size, and an arena with chunks of half of the blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`kvhold verify` with real vLLM engines, set-up by set-up, several at the same time."""
+"""`kvhold verify` by set-up, several at the same time."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _PATHS = "plain,no-prefix-caching,chunked-prefill,preemption,new-engine"
 _SHORT = "plain,new-engine"
 # for several engines on one GPU
 _SHARE = {"gpu_memory_utilization": 0.3}
-# FlashInfer would compile its sampler; kernels of states need minutes for their tuning
+# FlashInfer would compile its sampler; kernels of states tune for minutes
 _ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 

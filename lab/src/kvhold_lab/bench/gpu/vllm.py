@@ -1,6 +1,4 @@
-"""Real vLLM engines, one after the other: the time to the first token of computed and of loaded
-prompts, with kvhold and with vLLM's own offloading.
-"""
+"""TTFT of computed and loaded prompts in vLLM, with kvhold and with vLLM's offloading."""
 
 import json
 import random

@@ -1,6 +1,6 @@
-"""Streams completions from any OpenAI-compatible server, and times them.
+"""Streams and times completions of an OpenAI-compatible server.
 
-A failed request is a reply with an error, such as "timeout", "http 503" or "cut short".
+A failed request is a reply with an error, such as "timeout".
 """
 
 import time
@@ -30,7 +30,7 @@ _MOST_OF_A_PAGE = 64 << 20
 @dataclass(frozen=True)
 class Endpoint:
     """base_url: without a path, /v1 is added
-    api_key: in no message and no repr
+    api_key: in no message
     ignore_eos: request full length; other servers than vLLM and SGLang may refuse
     user_header: for the user's number, for routers
     timeout_s: for a whole answer

@@ -1,4 +1,4 @@
-"""Make figures from results: times, rates, errors, and the gain of warm requests."""
+"""Make figures from results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -133,7 +133,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    """None if any is unknown: a partial sum would mislead."""
+    """None if any is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

@@ -1,4 +1,4 @@
-"""A measurement as a picture, or as an HTML page, which escapes outside text."""
+"""A measurement as a picture or an HTML page."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Requests and replies of a load test: values only.
+"""Requests and replies of a load test.
 
 A workload yields phases, a phase sessions. A session yields requests and receives replies.
 """
@@ -41,8 +41,8 @@ class Reply:
     """Times are in seconds from sending.
 
     gaps_s: between arrivals of tokens
-    content: text or token ids, like the prompt
-    error: a kind such as "http 503"
+    content: like the prompt
+    error: such as "http 503"
     """
 
     latency_s: float

@@ -85,7 +85,7 @@ class PdAnswer:
     """number:   of the request
     tokens:   those before an error
     error:    empty: none
-    may_fail: an engine was gone that it needs
+    may_fail: its engine was gone
     """
 
     number: int
@@ -104,7 +104,7 @@ class PdFaultRow:
     deadline_missed: late answers and errors
     leaked:          held by the node at the end; of another connector, engines that hold blocks
     handed_tokens:   loaded by the decode engine; null: it was restarted
-    detail:          first errors, holdings, and whether the fault came too late
+    detail:          first errors, holdings, a late fault
     """
 
     fault: str
@@ -192,7 +192,7 @@ def by_conditions(
 
 
 def _is_right(answer: PdAnswer, expected: Sequence[int]) -> bool:
-    """A broken answer is right as far as it goes."""
+    """Also of a broken answer."""
     if answer.error:
         return answer.tokens == list(expected[: len(answer.tokens)])
     return answer.tokens == list(expected)

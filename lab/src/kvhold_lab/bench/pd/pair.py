@@ -204,7 +204,7 @@ class PdPair:
         os.kill(self._status("prefill")["pid"], signal.SIGKILL)
 
     def await_prefill(self) -> bool:
-        """Wait until the prefill engine computes. False: it does not begin."""
+        """False: the prefill engine does not compute."""
         return wait_until(self._is_prefilling, _BEGINS_WITHIN_S)
 
     def await_node(self) -> bool:
@@ -215,7 +215,7 @@ class PdPair:
         return sum(int(engine.metric(_LOADED)) for engine in self._engines["decode"].values())
 
     def held_at_end(self) -> dict[str, int]:
-        """Return the holdings: none as soon as there are none, else after half a minute."""
+        """Return none as soon as there are none, else the holdings after half a minute."""
         held = {"silent node or engine": 1}
 
         def is_free() -> bool:

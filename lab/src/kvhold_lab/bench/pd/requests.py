@@ -1,6 +1,6 @@
 """The requests of `kvhold bench pd`, and how a client, or a proxy of its own, sends them.
 
-Batches change the last bits of logits, so prompts whose answer has a near tie are left out.
+Prompts whose answer has a near tie are left out.
 """
 
 import http.client
@@ -59,7 +59,7 @@ class TimedAnswer:
 
 
 def ask_alone(server: OpenAIServer, model: ModelInfo, count: int, *, seed: int) -> list[PdRequest]:
-    """Make requests, with the answers of a server that nothing else uses. Raises EngineFailed."""
+    """Make requests, with the answers of an idle server. Raises EngineFailed."""
     chance, made = random.Random(seed), list[PdRequest]()
     for candidate in range(_CANDIDATES * count):
         if len(made) == count:
@@ -247,7 +247,7 @@ def _events(response: http.client.HTTPResponse, *, until: float) -> Iterator[byt
 
 
 def _take(event: bytes, tokens: list[int], error: str) -> str:
-    """Add an event's tokens. Return the error so far: empty after the last event."""
+    """Add an event's tokens. Return the error so far."""
     if event == b"[DONE]":
         return "" if error == "cut short" else error
     content = json.loads(event)

@@ -1,8 +1,8 @@
 """`kvhold bench pd`: time to the first token of a hand-over, beside that of one engine.
 
-Each round asks every system for prompts of each share of reuse, one at a time; a system's prompts
-have their own salt. Requests of "alone" and "prefill alone" are not cached. "prefills next door" is
-the decode engine alone, while the prefill engine computes other prompts that it hands over.
+Each round has prompts of each share of reuse, one at a time, with a salt for each system. "alone"
+and "prefill alone" are not cached. "prefills next door" is the decode engine alone, while the
+prefill engine computes other prompts.
 """
 
 import random

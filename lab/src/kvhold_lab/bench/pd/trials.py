@@ -1,7 +1,6 @@
 """The faults of `kvhold bench pd --faults` in action, and the requests of their clients.
 
-Each fault has its own cache salt. A client that leaves, or whose proxy is killed, sends its request
-again.
+Each fault has its own salt. A client whose proxy is killed sends its request again.
 """
 
 import tempfile
@@ -123,7 +122,7 @@ class PdTrial:
     def send_legs(
         self, requests: Sequence[PdRequest], salt: str, *, times: int = 1
     ) -> list[list[dict[str, Any]]]:
-        """Send the prefill parts. Return the answers' parameters, `times` of them by request.
+        """Send the prefill parts. Return the answers' parameters, `times` for each request.
 
         Raises EngineFailed.
         """
@@ -342,7 +341,6 @@ def _proxy_killed(trial: PdTrial) -> None:
 
 
 def _client_gone(trial: PdTrial) -> None:
-    """Some leave the proxy; a proxy sends only the prefill part of others."""
     first, second = trial.halves
     with trial.proxy() as proxy:
         with trial.pair.paused("decode"):

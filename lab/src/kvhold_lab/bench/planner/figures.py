@@ -1,4 +1,4 @@
-"""From cells to a row: planning and always loading, in times divided by compute times."""
+"""Rows: planning and always loading, as times / compute times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Conversations of a trace, scaled down.
 
-Whole conversations are drawn, in the trace's order. A block becomes a chunk of `CHUNK` tokens;
-prompts are cut at `MOST_CHUNKS`.
+A block becomes a chunk of `CHUNK` tokens; prompts are cut at `MOST_CHUNKS`.
 """
 
 import random

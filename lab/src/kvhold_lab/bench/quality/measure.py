@@ -17,7 +17,7 @@ _NAMES = {mark: name for name, mark in KINDS.items()}
 
 @dataclass(frozen=True)
 class QualityRow:
-    """accuracy:         share of answer tokens that were the first guess; None without recall
+    """accuracy: share of answer tokens guessed first; None without recall
     accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY`
     kl:               mean KL(unchanged || codec) before each answer token, in nats
     perplexity_ratio: of the answer tokens, codec / unchanged
@@ -39,7 +39,7 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class MeasuredChannels:
-    """The largest channel's root mean square over the median channel's, by layer."""
+    """Root mean square of the largest channel / the median one, by layer."""
 
     keys: list[float]
     values: list[float]

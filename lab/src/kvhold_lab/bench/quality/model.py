@@ -1,4 +1,4 @@
-"""A model whose KV can be taken out after the context, and replaced before the questions.
+"""A model whose KV can be replaced between context and questions.
 
 It computes in float32; KV is bfloat16 as uint16. Full attention only.
 """

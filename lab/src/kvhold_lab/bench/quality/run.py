@@ -14,7 +14,7 @@ from kvhold_lab.bench.quality.writing import QUESTIONS, continued, written_recal
 CHUNK_TOKENS = 128
 CONTEXTS, OTHER_CONTEXTS = 256, 32
 SEED = 1_000_003
-SHORTEST, LONGEST = 260, 500  # tokens of context: two or three chunks and a tail
+SHORTEST, LONGEST = 260, 500  # tokens of context
 ASKED = Asked(lookups=8, hops=2, runs=1)
 
 _BATCH = 8

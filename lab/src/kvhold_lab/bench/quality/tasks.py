@@ -1,4 +1,4 @@
-"""Questions whose answers are only in the context, so that wrong KV changes them.
+"""Questions whose answers are only in the context.
 
 A context has pairs `key value` and runs `RUN key letter ...`. Questions:
 
@@ -60,9 +60,9 @@ def draw(
     asked: Asked,
     num_keys: int = NUM_KEYS,
 ) -> Exams:
-    """num_keys: different keys; few are easier
+    """num_keys: few are easier
 
-    Raises ValueError: contexts are too short or need more keys.
+    Raises ValueError: contexts are too short.
     """
     longest = longest_context(asked, num_keys)
     if not asked.least_context <= num_tokens <= longest:

@@ -1,4 +1,4 @@
-"""Flips bits of stored chunks from outside the cache, then reads the chunks."""
+"""Flips bits of stored chunks, then reads the chunks."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Nodes that serve each other, while nodes are killed and the network fails.
+"""Peers, while nodes are killed and the network fails.
 
 At the end the network is whole, one node clears, and all nodes must be empty.
 """
@@ -34,7 +34,7 @@ SPACE = Namespace(
         tokens_per_chunk=16,
     ),
 )
-_PROMPTS = 200  # of up to 1,000 tokens, 1 MB each: several times one node's memory
+_PROMPTS = 200  # of up to 1 MB: several times one node's memory
 _MOST_TOKENS = 1000
 _RAM_BYTES = 32 << 20
 _CALL_S, _ARRIVAL_S = 5.0, 5.0
@@ -49,8 +49,8 @@ _KINDS = ("kills", "cuts", "forgotten")
 class PeersSoak:
     """wrong, late and left must be 0.
 
-    refused:       calls that raised an error, such as of a dead node
-    late:          calls that took longer than their deadlines
+    refused:       calls that raised an error
+    late:          calls beyond their deadlines
     left:          nodes that hold bytes, pins or leases at the end
     """
 

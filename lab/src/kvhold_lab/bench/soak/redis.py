@@ -1,4 +1,4 @@
-"""A real vLLM whose Redis tier is killed every minute, and is down for ten seconds."""
+"""A real vLLM whose Redis tier is down for ten seconds of every minute."""
 
 import os
 import random

@@ -1,7 +1,6 @@
-"""Random requests of two engines whose shared node is far too small.
+"""Random requests of two engines with a small shared node.
 
-Each answer must equal that of a third engine without a connector and prefix cache, up to the first
-near tie (`_SURE`).
+Each answer must equal that of a third engine without a cache, up to the first near tie (`_SURE`).
 """
 
 import random
@@ -45,8 +44,8 @@ class Requests:
     """wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
 
     kv_unknown:  blocks that no engine computed, and loads that ended inside a block
-    unsteady:    differing answers that the third engine also gives to the prompt alone
-    near_ties:   answers that were shortened or dropped at a near tie
+    unsteady:    answers that the third engine gives, too, to the prompt alone
+    near_ties:   answers cut at a near tie
     missing:     events that must occur and did not
     """
 

@@ -1,4 +1,4 @@
-"""Random prompts: they branch off earlier prompts, continue an answer, repeat, or are new."""
+"""Random prompts: branches of earlier ones, continued answers, repeated or new ones."""
 
 import random
 from collections import deque

@@ -1,4 +1,4 @@
-"""One workload a file: a frozen dataclass, a `kvhold_lab.bench.load.work.Workload`."""
+"""One `Workload` (`work.py`) a file."""
 
 from kvhold_lab.bench.load.workloads.chats import Chats
 from kvhold_lab.bench.load.workloads.long_doc_qa import LongDocQA

@@ -1,4 +1,4 @@
-"""Several documents in each prompt: the gain of KV that is reused at another place."""
+"""Several documents in each prompt."""
 
 import random
 from collections.abc import Iterator

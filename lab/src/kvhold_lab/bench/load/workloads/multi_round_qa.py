@@ -12,7 +12,7 @@ class MultiRoundQA:
     """`users` users, who together ask `qps` questions a second, with the whole history.
 
     ramp_up_s: until all first users are present; None: users / qps
-    staggered: the first users begin at different rounds, with made-up earlier answers
+    staggered: the first users begin at different rounds
     duration_s: new users follow until then. None: only the first users
     first_user: other numbers have other histories
     """

@@ -1,4 +1,4 @@
-"""A recorded trace with made-up text: the same arrivals, lengths and sharing.
+"""A recorded trace, with made-up text.
 
 A block's hash id determines its `BLOCK_TOKENS` tokens; different ids differ within the first five.
 """
