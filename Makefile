@@ -8,7 +8,7 @@ stage = @printf '\n=== %s ===\n' '$(1)'
 timed = @$(BIN)/python tools/stages.py run '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test begin checks static parts engines lint docs kernels unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
+.PHONY: help setup servers demo test begin checks static parts engines lint docs kernels unit tiers vllm sglang coverage compat faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -98,6 +98,9 @@ sglang: setup ## the tests with a real SGLang's classes, on the CPU; its server 
 coverage: setup ## the lines of a package that some tests miss: make coverage TESTS=tests/cache/test_state.py PART=cache
 	@$(BIN)/python tools/run_tests.py --measure part -q $(TESTS)
 	@$(BIN)/python tools/report_coverage.py part --part $(PART)
+
+compat: ## `kvhold verify` with each served release of vLLM, in environments of their own; half an hour
+	@$(PYTHON) tools/compat.py --folder .compat
 
 faults: setup servers ## each tier, each way in which it can fail, as one table; some minutes
 	@$(BIN)/kvhold bench faults

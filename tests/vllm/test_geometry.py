@@ -605,6 +605,13 @@ class TestOnAGpu:
             with pytest.raises(LayoutError, match=f"nothing was shown for .*{told}"):
                 of_width(gpu, 1, groups(full()))
 
+    def test_another_release_of_vllm_is_refused(
+        self, gpu: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("vllm.__version__", "0.31.0")
+        with pytest.raises(LayoutError, match=r"nothing was shown for vLLM 0\.31\.0"):
+            of_width(gpu, 1, groups(full()))
+
     def test_states_coded_memory_and_drafters_need_the_user(self, gpu: VllmConfig) -> None:
         assert not not_shown(gpu, [state(MambaAttentionBackendEnum.SHORT_CONV)], Config())
         assert not_shown(gpu, [state(MambaAttentionBackendEnum.MAMBA2)], Config()) == [

@@ -28,11 +28,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import Namespace
+from kvhold.core.naming import Table
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.integrations.vllm.namespace import namespace_of
-from kvhold.integrations.vllm.naming import engine_facts, environment, tables, walk
+from kvhold.integrations.vllm.naming import environment, tables, walk
 from kvhold.integrations.vllm.naming.places import check_weights
+from kvhold.integrations.vllm.naming.walk import engine_facts
+from kvhold.integrations.vllm.releases import EARLIER_ENVIRONMENT, EARLIER_FIELDS
 from kvhold.integrations.weights import code_identity, model_identity
 from kvhold.node import NodeClient
 from tests.vllm.scheduling import (
@@ -91,7 +94,7 @@ class TestEveryFieldIsClassified:
     def test_of_a_class(self, kind: type) -> None:
         if kind.__name__ in tables.WHOLE_HARMLESS:
             return
-        table = tables.TABLES[kind.__name__]
+        table = tables.TABLES[kind.__name__] | EARLIER_FIELDS.get(kind.__name__, Table.of())
         known = table.named | table.harmless.keys()
         declared = {f.name for f in dataclasses.fields(kind)}
         assert declared <= known, "unclassified"
@@ -101,6 +104,7 @@ class TestEveryFieldIsClassified:
         for name, value in vars(config).items():
             table = tables.TABLES.get(type(value).__name__)
             if table is not None:
+                table |= EARLIER_FIELDS.get(type(value).__name__, Table.of())
                 known = table.named | table.harmless.keys()
                 assert {n for n in vars(value) if not n.startswith("__")} <= known, name
 
@@ -114,9 +118,12 @@ class TestEveryFieldIsClassified:
         assert not reached & tables.WHOLE_HARMLESS
 
     def test_of_vllms_environment(self) -> None:
-        listed = environment.NAMED | {
-            name for names in environment.HARMLESS.values() for name in names.split()
-        }
+        earlier = EARLIER_ENVIRONMENT.named | EARLIER_ENVIRONMENT.harmless.keys()
+        listed = (
+            environment.NAMED
+            | earlier
+            | {name for names in environment.HARMLESS.values() for name in names.split()}
+        )
         assert set(envs.environment_variables) <= listed, "unclassified"
         assert not environment.NAMED & {
             name for names in environment.HARMLESS.values() for name in names.split()

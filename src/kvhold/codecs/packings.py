@@ -10,7 +10,11 @@ import numpy.typing as npt
 from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Group, Layout
 
 # vLLM's attention on x86: per head K as [head_dim][token], then V as [token][head_dim]
-_HEADS_WITH_K_TRANSPOSED = frozenset({"vllm-0.32-cpu_attn-vec", "vllm-0.32-cpu_attn-vec16"})
+_HEADS_WITH_K_TRANSPOSED = frozenset(
+    f"vllm-{release}-cpu_attn-{kind}"
+    for release in ("0.30", "0.31", "0.32")
+    for kind in ("vec", "vec16")
+)
 
 
 def is_known(group: Group) -> bool:

@@ -54,6 +54,9 @@ class Table:
         )
         return table
 
+    def __or__(self, other: "Table") -> "Table":
+        return Table(self.named | other.named, {**self.harmless, **other.harmless})
+
 
 @dataclass(frozen=True)
 class NamingRules:

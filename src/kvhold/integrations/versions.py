@@ -4,7 +4,7 @@ import logging
 
 log = logging.getLogger(__name__)
 
-TESTED = {"vLLM": ("0.32",), "SGLang": ("0.5.23",), "transformers": ("5.19",)}
+TESTED = {"vLLM": ("0.30", "0.31", "0.32"), "SGLang": ("0.5.23",), "transformers": ("5.19",)}
 """Tested versions by engine. "0.32" stands for 0.32.1 too."""
 
 _said: set[str] = set()
@@ -20,9 +20,10 @@ def warn_if_untested(engine: str, version: str) -> None:
         return
     _said.add(engine)
     log.warning(
-        "kvhold: %s %s is not a tested version (%s is). A setting that kvhold does not know "
+        "kvhold: %s %s is not a tested version (%s %s). A setting that kvhold does not know "
         "gives the KV another name. Before you rely on this version, run: kvhold verify",
         engine,
         version,
         ", ".join(TESTED[engine]),
+        "is" if len(TESTED[engine]) == 1 else "are",
     )

@@ -3,7 +3,7 @@
     --kv-transfer-config '{"kv_connector": "KVHoldConnector", "kv_role": "kv_both"}'
 
 vLLM finds the connector by the plugin entry point (`register`), or by `"kv_connector_module_path":
-"kvhold.integrations.vllm"`. Supported: vLLM 0.32.
+"kvhold.integrations.vllm"`. Supported: vLLM 0.30 to 0.32.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -21,7 +21,6 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     resolve_block_hashes,
     resolve_kv_cache_block_sizes,
-    to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
@@ -31,6 +30,7 @@ from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import HASH_BYTES, NAME_BYTES, ChunkNames, Prompt, place_suffix
 from kvhold.core.layout import Layout
 from kvhold.integrations.vllm.geometry import Geometry
+from kvhold.integrations.vllm.releases import event_extra_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,7 +145,7 @@ class Describer:
             lora_id=adapter.adapter_id if adapter is not None else None,
             medium=MEDIUM_CPU,
             lora_name=adapter.name if adapter is not None else None,
-            extra_keys=to_event_extra_keys(extras),
+            extra_keys=event_extra_keys(extras),
             group_idx=table.number,
             kv_cache_spec_kind=table.kind,
             kv_cache_spec_sliding_window=table.window,

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
 from kvhold.core.layout import Group, Layout, packing_name
+from kvhold.integrations.vllm.releases import tp_replicas
 from kvhold.integrations.vllm.shown import device_of_kv, not_shown, sentence
 from kvhold.memory.coding import ERROR_BOUND, coded_group
 
@@ -96,7 +97,7 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     """
     _refuse_unproven(config, kv_cache, settings)
     parallel = config.parallel_config
-    width, copies = parallel.tensor_parallel_size, kv_cache.kv_tp_replicas
+    width, copies = parallel.tensor_parallel_size, tp_replicas(kv_cache)
     distinct = width // copies
     divided = max(settings.head_shards, distinct)
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]

@@ -12,9 +12,9 @@ from kvhold.core.naming import Facts
 from kvhold.core.rules import RequestRules, request_rules
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.media import Media, MediaError
-from kvhold.integrations.vllm.naming import engine_facts, machine_facts
 from kvhold.integrations.vllm.naming.adapters import Adapters
 from kvhold.integrations.vllm.naming.places import check_weights, other_models
+from kvhold.integrations.vllm.naming.walk import engine_facts, machine_facts
 from kvhold.integrations.weights import code_identity, model_identity
 from kvhold.memory.coding import ERROR_BOUND
 from kvhold.node import NodeClient, connect

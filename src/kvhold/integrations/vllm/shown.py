@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.config.compilation import CompilationMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_RELEASE = "0.32."
 _CAPABILITIES = ((9, 0),)  # Hopper
 _LAYOUT = "LBNHC"
 _FLASH_VERSIONS = (None, 3)
@@ -55,6 +57,8 @@ def _not_shown(
         yield f"the device {device}"
     elif version not in _CAPABILITIES:
         yield f"GPUs of compute capability {version[0]}.{version[1]}"
+    if not vllm.__version__.startswith(_RELEASE):
+        yield f"vLLM {vllm.__version__}"
     if config.parallel_config.world_size > 1:
         yield "several GPUs"
     if config.compilation_config.mode not in (None, CompilationMode.NONE):

@@ -18,6 +18,7 @@ from kvhold.integrations.vllm.naming.tables import (
     SAMPLING,
     SCHEDULING,
 )
+from kvhold.integrations.vllm.releases import EARLIER_ENVIRONMENT
 
 BUILD = "how vLLM was built; its version is a fact"
 SECRETS = "a secret or an address of a store; it does not change KV"
@@ -167,7 +168,7 @@ NAMED = Table.of(
     " VLLM_XPU_INC_WNA16_BACKEND VLLM_XPU_PP_MICROBATCH VLLM_ZENTORCH_WEIGHT_PREPACK"
 ).named
 
-_IGNORED = frozenset(name for names in HARMLESS.values() for name in names.split())
+_IGNORED = Table.of("", HARMLESS).harmless.keys() | EARLIER_ENVIRONMENT.harmless.keys()
 
 
 def is_named(name: str) -> bool:

@@ -19,6 +19,7 @@ from kvhold.integrations.vllm.geometry import drafts
 from kvhold.integrations.vllm.naming.environment import environment_facts
 from kvhold.integrations.vllm.naming.places import check_weights
 from kvhold.integrations.vllm.naming.tables import ELSEWHERE, TABLES
+from kvhold.integrations.vllm.releases import EARLIER_FIELDS
 from kvhold.integrations.weights import code_identity, file_digest, model_identity
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _device_facts() -> dict[str, str]:
 
 
 def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> NamingRules:
-    tables = dict(TABLES)
+    tables = {name: table | EARLIER_FIELDS.get(name, Table.of()) for name, table in TABLES.items()}
     if per_shard:  # these differ between engines with equal layouts
         tables["KVCacheSpec"] = Table.of("", {ELSEWHERE: _PER_WORKER})
     return NamingRules(
