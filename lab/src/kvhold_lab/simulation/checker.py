@@ -292,7 +292,9 @@ class Checker:
             "tickets": len(state._leases._tickets),
             "announced chunks": state._computing.num_chunks,
             "prompts handed over": len(state._handovers._prompts()),
-            "names handed over": len(state._handovers._bytes),
+            "names handed over": len(state._handovers._kept),
+            "retained names": len(state._retains._kept),
+            "retained prompts": len(state._retains._retains()),
             "clears": state._clears,
         }
         for name, count in left.items():
