@@ -370,8 +370,12 @@ def test_after_a_fault_of_the_device_loads_are_computed_and_memory_is_kept(
 ) -> None:
     """Nobody knows for how long the device goes on to read and write."""
     engine = MiniEngine(node.socket, 200, OverFailing, inside=inside)
-    copier, before = engine.side._copier, node.held()
+    copier = engine.side._copier
     assert isinstance(copier, OverFailing)
+    # the node notices after a while that engines of other tests have gone
+    before = eventually(
+        lambda: held if not ((held := node.held())["leases"] or held["reservations"]) else None
+    )
     engine.store(1, [1, 2, 3, 4], 1.0)
     seen, failed = engine.load(1, [5, 6, 7, 8])
     assert (seen, failed) == ({1.0}, [])
