@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cache.events import snapshot_of
+from kvhold.cache.prompt_clears import PromptClear
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
 from kvhold.cache.transfer.reencodings import ReencodeRequest
@@ -214,6 +215,17 @@ class LocalCache(WholePrompts):
         with self._lock:
             self._check_open()
             removed = self._state.clear(namespace)
+            self._move()
+        self._finish_chores()
+        self.flush(0, deadline_s=deadline_s)
+        return removed
+
+    def clear_prompt(
+        self, query: Query, *, only_end: bool = False, deadline_s: float | None = None
+    ) -> int:
+        with self._lock:
+            self._check_open()
+            removed = self._state.clear_prompt(PromptClear(query, only_end))
             self._move()
         self._finish_chores()
         self.flush(0, deadline_s=deadline_s)

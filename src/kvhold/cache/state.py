@@ -22,6 +22,7 @@ from kvhold.cache.index.pins import Pins
 from kvhold.cache.leases import ClaimAnswer, Held, Leases, Owner
 from kvhold.cache.lookup import Lookups
 from kvhold.cache.planner import Planner
+from kvhold.cache.prompt_clears import PromptClear, PromptClears
 from kvhold.cache.query_limits import check_query
 from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.retains import Retains
@@ -157,6 +158,9 @@ class CacheState:
             run=self._chores.run,
             unpin=pins.unpin,
             is_over=lambda number: self._lookups.search_ended(number),
+        )
+        self.prompt_clears = PromptClears(
+            ram, self._searches, give_command, has_tiers=self._has_tiers
         )
         self._lookups = Lookups(
             ram,
@@ -328,6 +332,11 @@ class CacheState:
         self._clear_times.note(namespace or b"", int(self.ram.now() * 1e9), at_ns)
         return self._clear(namespace or b"", learned=False)
 
+    def clear_prompt_turns(self, clear: PromptClear) -> Turns[int]:
+        return self.prompt_clears.clear_turns(self.layout(clear.query.layout), clear)
+
+    clear_prompt = in_one_turn(clear_prompt_turns)
+
     def cleared_ns(self, namespace: bytes) -> int:
         """0: none. Clears learned from a shared tier do not count."""
         return self._clear_times.of(namespace)
@@ -384,7 +393,7 @@ class CacheState:
 
     def all_done(self, mark: int) -> bool:
         """Whether every write up to `mark` and every clear has ended."""
-        return not self._clears and self._writes.all_done(mark)
+        return not self._clears and not self.prompt_clears and self._writes.all_done(mark)
 
     def status(self) -> StateStatus:
         self._expire_kept()

@@ -408,6 +408,17 @@ class Cache(Protocol):
         Returns the number of chunks in memory.
         """
 
+    def clear_prompt(
+        self, query: Query, *, only_end: bool = False, deadline_s: float | None = None
+    ) -> int:
+        """Forget the chunks of one prompt in memory and in all tiers of this host.
+
+        only_end: keep the part that another prompt in memory continues
+
+        Other hosts keep theirs; this one uses no peer's until the namespace is cleared. Leases stay
+        valid. Returns the number of chunks in memory.
+        """
+
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
         """Wait until lower tiers have written or given up the chunks committed up to `mark`.
 

@@ -286,6 +286,16 @@ class Clear(Message, frozen=True):
     at_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
+class ClearPrompt(Message, frozen=True):
+    """Clear the chunks of one prompt. -> Done, count: removed chunks
+
+    only_end: keep the part that another prompt in memory continues
+    """
+
+    query: Query
+    only_end: bool = False
+
+
 class LastClear(Message, frozen=True):
     """-> Done, count: nanoseconds of a namespace's last clear; 0: never"""
 
@@ -476,6 +486,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Commit,
     Abandon,
     Clear,
+    ClearPrompt,
     LastClear,
     Flushed,
     Reencode,

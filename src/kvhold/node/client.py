@@ -301,6 +301,13 @@ class NodeClient(WholePrompts):
         self.flush(0, deadline_s=deadline_s)
         return removed
 
+    def clear_prompt(
+        self, query: Query, *, only_end: bool = False, deadline_s: float | None = None
+    ) -> int:
+        removed = self._call(m.ClearPrompt(query, only_end), m.Done, deadline_s).count
+        self.flush(0, deadline_s=deadline_s)
+        return removed
+
     def repeat_clear(
         self, namespace: bytes, at_ns: int, *, deadline_s: float | None = None
     ) -> None:

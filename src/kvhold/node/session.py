@@ -9,6 +9,7 @@ import msgspec
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.leases import ClaimAnswer
+from kvhold.cache.prompt_clears import PromptClear
 from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.reencodings import ReencodeRequest
 from kvhold.core.api import Found, ReencodeProgress
@@ -109,6 +110,7 @@ class Session:
             m.Commit: self._commit,
             m.Abandon: self._abandon,
             m.Clear: self._clear,
+            m.ClearPrompt: self._clear_prompt,
             m.LastClear: self._last_clear,
             m.Flushed: self._flushed,
             m.Reencode: self._reencode,
@@ -283,6 +285,10 @@ class Session:
 
     def _clear(self, request: m.Clear) -> m.Answer | Running[m.Answer]:
         return self._in_turns(self._clear_turns(request), m.Done)
+
+    def _clear_prompt(self, request: m.ClearPrompt) -> m.Answer | Running[m.Answer]:
+        clear = PromptClear(request.query, request.only_end)
+        return self._in_turns(self._state.clear_prompt_turns(clear), m.Done)
 
     def _last_clear(self, request: m.LastClear) -> m.Answer:
         return m.Done(self._state.cleared_ns(request.namespace))

@@ -159,6 +159,44 @@ class CacheContract(CacheLookups, CacheStores):
         assert cache.status()["used_bytes"] == 0
         assert read(cache, prompt) == 0
 
+    def test_a_prompt_is_cleared_alone_and_its_loans_stay_exact(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
+        prompt, other = a_prompt(hybrid, 90), a_prompt(hybrid, 90, seed=7)
+        store(cache, prompt)
+        store(cache, other)
+        with cache.lookup(prompt.query()) as hit:
+            lease = cache.claim(hit.ticket)
+            assert lease is not None
+            with lease:
+                assert cache.clear_prompt(prompt.query()) > 0
+                assert (read(cache, prompt), read(cache, other)) == (0, 90)
+                store(cache, prompt)
+                check(lease, prompt, 90)
+        assert read(cache, prompt) == 90, "it can be stored again"
+
+    def test_what_is_being_written_while_its_prompt_is_cleared_does_not_appear(
+        self, cache: Cache, space: Namespace
+    ) -> None:
+        prompt = a_prompt(space, 40)
+        with cache.reserve(PLAIN, prompt.chunks()) as reservation:
+            assert cache.clear_prompt(prompt.query()) == 3
+            fill(reservation, PLAIN, prompt.chunks())
+            reservation.commit()
+            assert read(cache, prompt) == 0
+        assert store(cache, prompt) == [0, 1, 2]
+        assert read(cache, prompt) == 40
+
+    def test_of_a_prompt_the_part_that_another_continues_may_stay(
+        self, cache: Cache, space: Namespace
+    ) -> None:
+        prompt = a_prompt(space, 70)
+        other = prompt.until(32).followed_by(list(range(500, 564)))
+        store(cache, prompt)
+        store(cache, other)
+        assert cache.clear_prompt(prompt.query(), only_end=True) == 3
+        assert (read(cache, prompt), read(cache, other)) == (32, 96)
+
     def test_a_shard_may_be_claimed_by_several_and_is_pinned_until_the_last_lets_go(
         self, cache: Cache, space: Namespace
     ) -> None:

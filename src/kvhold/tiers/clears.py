@@ -26,6 +26,7 @@ _CLEAR_TIMEOUT_S = 60.0
 _LONGEST_PAUSE_S = 30.0
 _MOST_GARBAGE = 10_000
 _MOST_PENDING = 1000
+_SPARE_S = 60.0  # the clear of a tier that keeps clears may have been asked for earlier
 
 
 class Clears:
@@ -140,12 +141,16 @@ class Clears:
             pending_clear = self.suppressed.due(prefix)
             if not pending_clear:
                 return 0
+            began_s = self.suppressed.began_s(prefix)
             if isinstance(self._guard.tier, KeepsClears):
                 removed = await self._clear_by_number(self._guard.tier, prefix, pending_clear)
             elif isinstance(self._guard.tier, GenerationTier):
                 removed = await self._clear_by_generation(self._guard.tier, prefix, pending_clear)
             else:
                 removed = await self._clear_by_scan(prefix, pending_clear)
+        if not self.suppressed.number(prefix):
+            spare_s = _SPARE_S if isinstance(self._guard.tier, KeepsClears) else 0.0
+            await self._guard.chunk_clears.cleared(prefix, began_s - spare_s)
         return removed
 
     async def _ended(self, prefix: bytes, pending_clear: int) -> None:

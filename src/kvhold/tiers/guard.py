@@ -36,14 +36,16 @@ from kvhold.tiers.base import (
 )
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
+from kvhold.tiers.chunk_clears import ChunkClears
 from kvhold.tiers.clears import Clears
+from kvhold.tiers.folder_clears import FolderClears
 from kvhold.tiers.gate import Gate
 from kvhold.tiers.generations import GenerationTier
 from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.outcomes import TierOutcome, Unknown
 from kvhold.tiers.scans import closing_scan
-from kvhold.tiers.suppressed import PendingClear
+from kvhold.tiers.suppressed import PendingClear, Suppressed
 from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 
 log = logging.getLogger(__name__)
@@ -77,11 +79,14 @@ class Guard:
             failures=config.breaker_failures, first_pause_s=config.breaker_pause_s
         )
         self.clears = Clears(self)
+        self.chunk_clears = ChunkClears(self)
         self._suppressed = self.clears.suppressed
+        self._folder_clears: FolderClears | None = None
+        self._writing: set[asyncio.Future[None]] = set()
+        # when a write ended without an answer, so that it may be applied later
+        self.unsure_write_s = -inf
         self._mending: asyncio.Task[None] | None = None
         self._stuck: dict[asyncio.Task[Any], TierCall[Any]] = {}
-        self._folders: dict[str, str] = {}
-        self._clearing: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._last_fault = ""
         self._left_alone_for: Reason = TIER_DOWN
@@ -90,6 +95,10 @@ class Guard:
     @property
     def tier(self) -> Tier:
         return self._tier
+
+    @property
+    def suppressed(self) -> Suppressed:
+        return self._suppressed
 
     @property
     def last_fault(self) -> str:
@@ -163,6 +172,11 @@ class Guard:
         items = [
             self._without_fault("get", key, item) for key, item in zip(keys, answers, strict=True)
         ]
+        # cleared since the probe
+        items = [
+            None if self._suppressed.was_cleared(key) else size
+            for key, size in zip(keys, items, strict=True)
+        ]
         arrived = [size for size in items if size is not None]
         self.count("get", hit=len(arrived), miss=len(keys) - len(arrived))
         self._metrics.add("kvhold_tier_bytes", sum(arrived), tier=self.name, operation="get")
@@ -187,7 +201,7 @@ class Guard:
             if isinstance(tier, GenerationTier)
             else lambda: tier.put(items, ttl_s=ttl_s)
         )
-        fault = await self.run(call, put)
+        fault = await self._run_write(call, put)
         faults = call.result if call.result is not None else [fault] * len(items)
         for item_fault in faults:
             if item_fault is not None:
@@ -226,9 +240,9 @@ class Guard:
                 tier,
                 [(name, parts) for name, (_, parts) in zip(names, items, strict=True)],
             )
-            await self.run(call, lambda: shared.replace_named(named))
+            await self._run_write(call, lambda: shared.replace_named(named))
         else:
-            await self.run(call, lambda: replace(tier, items))
+            await self._run_write(call, lambda: replace(tier, items))
         answers: Sequence[bool | TierError | None] = (
             call.result if call.result is not None else [None] * len(items)
         )
@@ -294,24 +308,10 @@ class Guard:
 
     def resume_clears(self, journal: ClearsJournal) -> None:
         self.clears.resume(journal)
+        self.chunk_clears.resume(journal)
         if isinstance(self._tier, HasFolders):
-            self._tier.watch_folders(partial(self._meet_folder, journal))
-
-    async def _meet_folder(self, journal: ClearsJournal, path: str, identity: str) -> None:
-        prefixes = await journal.meet(self.place, path, identity)
-        if self._is_closing:
-            return
-        if self._folders.setdefault(path, identity) != identity:
-            # a running clear may have read only the earlier folder
-            prefixes += self._suppressed.all_due
-        self._folders[path] = identity
-        for prefix in dict.fromkeys(prefixes):
-            # a clear that is not due yet will read this folder too
-            if self._suppressed.due(prefix) or not self._suppressed.number(prefix):
-                pending_clear = PendingClear(prefix, self._suppressed.add(prefix))
-                clearing = asyncio.ensure_future(self.clears.begin_again(pending_clear))
-                self._clearing.add(clearing)
-                clearing.add_done_callback(self._clearing.discard)
+            self._folder_clears = FolderClears(self, journal)
+            self._tier.watch_folders(self._folder_clears.meet)
 
     def share(
         self,
@@ -376,7 +376,7 @@ class Guard:
             "shared": self.traits.shared,
             "replaces": self.traits.replaces,
             "read_only": self.read_only,
-            "pending_clears": len(self._suppressed.pending),
+            "pending_clears": len(self._suppressed.pending) + self.chunk_clears.num_pending,
             "used_bytes": getattr(self._tier, "used_bytes", None),
             "index_bytes": getattr(self._tier, "index_bytes", None),
         }
@@ -386,11 +386,10 @@ class Guard:
         if self._mending is not None:
             self._mending.cancel()
             await asyncio.wait((self._mending,))
-        for clearing in self._clearing:
-            clearing.cancel()
-        if self._clearing:
-            await asyncio.wait(self._clearing)
+        if self._folder_clears is not None:
+            await self._folder_clears.close()
         await self.clears.close()
+        await self.chunk_clears.close()
         call = TierCall[None]("close", 0, self.config.get_timeout_s)
         await self._attempt(call, self._tier.close)
 
@@ -426,6 +425,24 @@ class Guard:
         if now() - call.began_s >= call.deadline_s:
             return first
         return await self._attempt(call, work)
+
+    async def writes_ended(self) -> None:
+        """Wait for the writes that run now. Late ones are excepted: see `has_late_writes`."""
+        if self._writing:
+            await asyncio.wait(list(self._writing))
+
+    async def _run_write(
+        self, call: TierCall[Result], work: Callable[[], Awaitable[Result]]
+    ) -> TierError | None:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._writing.add(ended)
+        try:
+            return await self.run(call, work)
+        finally:
+            if call.result is None:
+                self.unsure_write_s = now()
+            self._writing.discard(ended)
+            ended.set_result(None)
 
     async def _attempt(
         self, call: TierCall[Result], work: Callable[[], Awaitable[Result]]

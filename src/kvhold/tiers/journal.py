@@ -2,7 +2,7 @@
 
 The file is replaced in one step. Its lines, with tabs between the fields:
 
-- a clear: the tier's place, the keys' prefix in hex
+- a clear: the tier's place, the keys' prefix in hex, or a chunk's last key (`chunk_clears.py`)
 - a generation: the tier's place, the namespace in hex, the number
 - a place of the last start: "=" and the place
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvhold.core.errors import ConfigError
-from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.files.safe import open_folder, open_own_file
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ _MOST_REACHED = 20_000
 _MOST_FOLDERS = 64  # absent folders of a tier; the one opened longest ago is forgotten
 _MOST_MISSED = 1000  # clears of a folder; more become one clear of everything
 _MOST_BYTES = 16 << 20
+_DIGITS = (0, 2 * NAMESPACE_BYTES, 2 * KEY_BYTES)  # of a cleared prefix
 
 
 class ClearsJournal:
@@ -67,7 +68,7 @@ class ClearsJournal:
                     self._read_folder(line[1:])
                     continue
                 name, prefix, *numbers = line.split("\t")
-                if len(prefix) not in (0, 2 * NAMESPACE_BYTES) or len(numbers) > 1:
+                if len(prefix) not in _DIGITS or len(numbers) > 1:
                     raise ValueError(line)
                 if numbers:
                     self._reached.setdefault(name, {})[bytes.fromhex(prefix)] = int(numbers[0])
@@ -111,11 +112,22 @@ class ClearsJournal:
                 self._save()
 
     def pending(self, tier: str) -> list[bytes]:
-        return list(self._pending.get(tier, ()))
+        return [prefix for prefix in self._pending.get(tier, ()) if len(prefix) < KEY_BYTES]
+
+    def pending_chunks(self, tier: str) -> list[bytes]:
+        return [prefix for prefix in self._pending.get(tier, ()) if len(prefix) == KEY_BYTES]
 
     async def add(self, tier: str, prefix: bytes) -> None:
         """The clear is on the disk when this returns. A fault is only logged."""
-        await asyncio.to_thread(self._change, tier, prefix, pending=True)
+        await asyncio.to_thread(self._change, tier, [prefix], pending=True)
+
+    async def add_chunks(self, tier: str, last_keys: Sequence[bytes]) -> None:
+        """As `add`."""
+        await asyncio.to_thread(self._change, tier, last_keys, pending=True)
+
+    async def remove_chunks(self, tier: str, last_keys: Sequence[bytes]) -> None:
+        """As `remove`."""
+        await asyncio.to_thread(self._change, tier, last_keys, pending=False)
 
     def reached(self, tier: str) -> dict[bytes, int]:
         return dict(self._reached.get(tier, {}))
@@ -167,18 +179,20 @@ class ClearsJournal:
 
     async def remove(self, tier: str, prefix: bytes) -> None:
         """Folders that are away now have missed the clear."""
-        await asyncio.to_thread(self._change, tier, prefix, pending=False)
+        await asyncio.to_thread(self._change, tier, [prefix], pending=False)
 
-    def _change(self, tier: str, prefix: bytes, *, pending: bool) -> None:
+    def _change(self, tier: str, prefixes: Sequence[bytes], *, pending: bool) -> None:
         with self._lock:
-            if pending:
-                self._add(tier, prefix)
-            else:
-                self._pending.setdefault(tier, {}).pop(prefix, None)
+            for prefix in prefixes:
+                if pending:
+                    self._add(tier, prefix)
+                else:
+                    self._pending.setdefault(tier, {}).pop(prefix, None)
+            if not pending:
                 present = self._present.get(tier, {}).values()
                 for identity in self._folders.get(tier, {}):
                     if identity not in present:
-                        self._miss(tier, identity, [prefix])
+                        self._miss(tier, identity, prefixes)
             self._save()
 
     def _meet(self, tier: str, path: str, identity: str) -> list[bytes]:
@@ -204,7 +218,7 @@ class ClearsJournal:
 
     def _read_folder(self, line: str) -> None:
         identity, tier, *missed = line.split("\t")
-        if len(missed) > 1 or any(len(each) not in (0, 2 * NAMESPACE_BYTES) for each in missed):
+        if len(missed) > 1 or any(len(each) not in _DIGITS for each in missed):
             raise ValueError(line)
         self._miss(tier, identity, [bytes.fromhex(each) for each in missed])
 

@@ -384,6 +384,17 @@ class RamTier:
             self._cleared = {prefix: at for prefix, at in self._cleared.items() if at > epoch}
         self._sweeping = False
 
+    def remove_key(self, key: bytes) -> bool:
+        """Remove a visible or reserved entry; false: there is none."""
+        if not self.holds(key):
+            return False
+        self.remove(self._entries[key])
+        return True
+
+    def note_clear(self) -> None:
+        """Make running lookups begin again: entries were cleared one by one."""
+        self._epoch += 1
+
     async def check(self) -> None:
         """Tier contract."""
 

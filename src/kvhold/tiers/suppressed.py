@@ -1,6 +1,7 @@
 """A tier's values that must not be found: `suppressed.hides(key)`.
 
-They are cleared, but not removed yet; or unreadable: suppressed for 30 s.
+They are cleared, but not removed yet; or unreadable: suppressed for 30 s. `chunks` are names of
+cleared chunks (`chunk_clears.py`).
 
 A clear is *pending* until its values are removed. Its number keeps an earlier removal from ending a
 later clear. It is *due* when the writes from before its start have ended.
@@ -10,6 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
+
+from kvhold.core.keys import NAME_BYTES
 
 _MOST_UNREADABLE = 10_000
 _UNREADABLE_S = 30.0
@@ -23,6 +26,8 @@ class PendingClear(NamedTuple):
 class Suppressed:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.chunks = set[bytes]()
+        self._began_s: dict[bytes, float] = {}
         self._pending: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}
         self._due_s: dict[bytes, float] = {}
@@ -41,11 +46,13 @@ class Suppressed:
     def add(self, prefix: bytes) -> int:
         self._num_clears += 1
         self._pending[prefix] = self._num_clears
+        self._began_s[prefix] = self._clock()
         self._lengths.add(len(prefix))
         return self._num_clears
 
     def add_everything_instead(self) -> int:
         self._pending.clear()
+        self._began_s.clear()
         self._due.clear()
         self._due_s.clear()
         return self.add(b"")
@@ -66,6 +73,9 @@ class Suppressed:
         """0: none."""
         return self._pending.get(prefix, 0)
 
+    def began_s(self, prefix: bytes) -> float:
+        return self._began_s.get(prefix, 0.0)
+
     def settle(self, prefix: bytes, number: int) -> None:
         """End a pending clear: its values are removed."""
         if self._pending.get(prefix) == number:
@@ -73,6 +83,8 @@ class Suppressed:
         if self._due.get(prefix, 0) <= number:
             self._due.pop(prefix, None)
             self._due_s.pop(prefix, None)
+        if prefix not in self._pending:
+            self._began_s.pop(prefix, None)
 
     def unreadable(self, key: bytes) -> None:
         self._unreadable[key] = self._clock() + _UNREADABLE_S
@@ -88,9 +100,12 @@ class Suppressed:
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:
-        return self._is_unreadable(key) or (
+        return self._is_unreadable(key) or self.was_cleared(key)
+
+    def was_cleared(self, key: bytes) -> bool:
+        return (
             bool(self._pending) and any(key[:length] in self._pending for length in self._lengths)
-        )
+        ) or (bool(self.chunks) and key[:NAME_BYTES] in self.chunks)
 
     def _is_unreadable(self, key: bytes) -> bool:
         until_s = self._unreadable.get(key)

@@ -73,6 +73,17 @@ class ClearCommand:
 
 
 @dataclass(frozen=True)
+class ClearChunksCommand:
+    """Remove chunks of one namespace. -> `prompt_clears.hidden(namespace)`, then `.ended()`
+
+    last_keys: see `tiers/chunk_clears.py`
+    """
+
+    namespace: bytes
+    last_keys: list[bytes]
+
+
+@dataclass(frozen=True)
 class Space:
     """A namespace. layout: None: the frames name it"""
 
@@ -122,6 +133,7 @@ Command: TypeAlias = (
     | WriteCommand
     | UsedCommand
     | ClearCommand
+    | ClearChunksCommand
     | ReencodeCommand
     | StopCommand
 )

@@ -187,6 +187,7 @@ class Reencoder:
             names = dict(
                 zip((key for key, _ in batch), guard.names([key for key, _ in batch]), strict=True)
             )
+            num_clears = guard.chunk_clears.num_clears
             outcome = await guard.get([key for key, _ in batch], [[buffer] for buffer in buffers])
         frames = [
             None if size is None else buffer[:size]
@@ -207,20 +208,28 @@ class Reencoder:
             if looked.fault is not None or looked.expired:
                 unusable.append(key)
             if sum(one.written.nbytes for one in ready) >= guard.batch_bytes:
-                await self._replace(run, ready, names)
+                await self._replace(run, ready, names, num_clears)
                 ready = []
-        await self._replace(run, ready, names)
+        await self._replace(run, ready, names, num_clears)
         if unusable:
             async with guard.gate.turn(Urgency.DELETE):
                 await guard.delete(unusable)
 
     async def _replace(
-        self, run: _Run, ready: Sequence[_Ready], names: Mapping[bytes, bytes]
+        self,
+        run: _Run,
+        ready: Sequence[_Ready],
+        names: Mapping[bytes, bytes],
+        num_clears: int,
     ) -> None:
         if not ready:
             return
         guard, tally = run.guard, run.tally
         async with guard.gate.turn(Urgency.REWRITE):
+            if guard.chunk_clears.num_clears != num_clears:
+                # an old value must not replace one from after the clear
+                self._count(run, "failed", len(ready))
+                return
             replaced = [(one.key, one.written.parts) for one in ready]
             outcome = await guard.replace(replaced, names=[names[one.key] for one in ready])
         for one, done in zip(ready, outcome.items, strict=True):

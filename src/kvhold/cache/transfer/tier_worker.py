@@ -17,6 +17,7 @@ from typing import Any
 from kvhold.cache.loss import loss_warning
 from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.commands import (
+    ClearChunksCommand,
     ClearCommand,
     Command,
     FetchCommand,
@@ -49,6 +50,7 @@ from kvhold.core.tracing import Tracer
 from kvhold.core.turns import next_turn
 from kvhold.memory.pages import page_aligned
 from kvhold.tiers.base import KeepsClears, Parts, TellsChanges, ValueChanges
+from kvhold.tiers.chunk_clears import ChunkClears
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
@@ -105,7 +107,7 @@ class TierWorker:
         self._write_behind = WriteBehind(
             self, stack.guards, metrics, codings=self._codings, encoding=self._encoding
         )
-        self._pending_clears: set[asyncio.Task[Any]] = set()
+        self._pending_clears: set[asyncio.Future[Any]] = set()
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
@@ -243,6 +245,8 @@ class TierWorker:
                     self._pending_clears.add(beginning)
                     beginning.add_done_callback(self._pending_clears.discard)
                     self._tasks.start(self._clear(command, beginning))
+                case ClearChunksCommand():
+                    self._accept_chunk_clear(command)
                 case ReencodeCommand(number=number):
                     self._reencodings[number] = self._tasks.start(self._reencoder.run(command))
                     self._reencodings[number].add_done_callback(partial(self._reencoded, number))
@@ -420,6 +424,33 @@ class TierWorker:
             self._announce(command.prefix)
         finally:
             self._post(lambda: self._state.cleared(command.prefix, command.asked_s))
+
+    def _accept_chunk_clear(self, command: ClearChunksCommand) -> None:
+        begun = [
+            (guard.chunk_clears, guard.chunk_clears.begin(command.last_keys))
+            for guard in self._stack.guards
+        ]
+        remembering = asyncio.gather(*(clears.remember(number) for clears, number in begun))
+        self._pending_clears.add(remembering)
+        remembering.add_done_callback(self._pending_clears.discard)
+        self._tasks.start(self._clear_chunks(command, begun, remembering))
+
+    async def _clear_chunks(
+        self,
+        command: ClearChunksCommand,
+        begun: Sequence[tuple[ChunkClears, int]],
+        remembering: "asyncio.Future[Any]",
+    ) -> None:
+        """The journal comes first."""
+        clears = self._state.prompt_clears
+        try:
+            try:
+                await asyncio.shield(remembering)
+            finally:
+                self._post(lambda: clears.hidden(command.namespace))
+            await asyncio.gather(*(of_tier.end(number) for of_tier, number in begun))
+        finally:
+            self._post(clears.ended)
 
 
 def make_tier_worker(
