@@ -8,7 +8,7 @@ import pytest
 
 from kvhold.cache import LocalCache
 from kvhold.core.api import Cache
-from kvhold.core.errors import ProtocolError
+from kvhold.core.errors import ConfigError
 from kvhold.core.keys import Prompt
 from kvhold.core.metrics import Metrics
 from kvhold.testing.cache import a_prompt, read, store
@@ -112,7 +112,7 @@ def test_a_tier_that_is_down_finds_it_neither_then_nor_after_a_restart(
         assert (pending(cache), read(cache, PROMPT)) == (0, 64)
 
 
-def test_a_tier_that_is_only_read_hides_it_until_its_namespace_is_cleared(
+def test_a_tier_that_is_only_read_hides_it_also_after_a_restart(
     place: Place, tmp_path: Path
 ) -> None:
     with cache_over(place.url()) as cache:
@@ -123,6 +123,22 @@ def test_a_tier_that_is_only_read_hides_it_until_its_namespace_is_cleared(
         with cache_over(place.url(read_only=True), **options) as cache:
             cache.clear_prompt(PROMPT.query())
             assert (found(cache, PROMPT), chunks(place), pending(cache)) == (0, 4, 0)
+
+
+def test_a_later_clear_of_the_namespace_ends_it(place: Place) -> None:
+    with cache_over(place.shared_url(breaker_pause_s=0.01), plugins=PLUGINS) as cache:
+        store(cache, PROMPT)
+        settle(cache)
+        place.faults = {"delete": DOWN["delete"]}
+        cache.clear_prompt(PROMPT.query())
+        assert pending(cache) == 4
+        cache.clear(SPACE.digest)
+        eventually(lambda: not pending(cache))
+        eventually(lambda: cache.status()["tiers"][0]["available"])
+        store(cache, PROMPT)
+        settle(cache)
+        forget(cache)
+        assert read(cache, PROMPT) == 64
 
 
 def test_a_chunk_that_is_being_written_to_a_tier_does_not_come_back(place: Place) -> None:
@@ -173,7 +189,8 @@ def test_what_a_probe_found_before_is_not_read_after(place: Place) -> None:
         slow.hold("probe")
         with cache.lookup(a_prompt(SPACE, 80).query(), wait_s=0) as hit:
             slow.wait_for("probe")
-            cache.clear_prompt(PROMPT.query())
+            cache.clear_prompt(PROMPT.query(), deadline_s=0)
+            eventually(lambda: cache._state._searches.may_begin(PROMPT.query()))
             slow.let_go("probe")
             hit.wait(until_s=float("inf"))
             assert hit.num_tokens == 0
@@ -236,6 +253,6 @@ def test_the_end_goes_and_what_another_prompt_continues_stays(tmp_path: Path) ->
 def test_a_prompt_of_too_many_chunks_is_refused() -> None:
     with a_cache_over() as cache:
         store(cache, PROMPT)
-        with pytest.raises(ProtocolError, match="clear a shorter prompt"):
+        with pytest.raises(ConfigError, match="clear a shorter prompt"):
             cache.clear_prompt(SPACE.prompt(range(16 * (1 << 15) + 16)).query())
         assert found(cache, PROMPT) == 64

@@ -16,7 +16,7 @@ from kvhold.core.setting import apply
 from kvhold.testing.cache import a_prompt, store
 from kvhold_lab.servers.base import NotInstalled
 from kvhold_lab.servers.certificates import Certificates, make_certificates
-from tests.control.running import running_control
+from tests.control.running import running_control, tokens_of
 from tests.node.nodes import SPACE, RunningNode
 
 TOKENS = {"read": "t-read", "operate": "t-operate", "administer": "t-administer"}
@@ -99,6 +99,10 @@ async def test_to_clear_everything_takes_the_highest_role(
     client.register(SPACE)
     store(client, prompt)
     async with running_control(node.path, **files) as control:
+        one = {"namespace": SPACE.digest.hex(), "tokens": tokens_of(prompt)}
+        for role in ("", "read"):
+            status, _ = await control.ask("POST", "/v1/clear", one, bearer(role))
+            assert status == (403 if role else 401)
         for role in ("", "read", "operate"):
             status, _ = await control.ask("POST", "/v1/clear", {"all": True}, bearer(role))
             assert status == (403 if role else 401)

@@ -84,6 +84,22 @@ def test_clear_forgets_a_namespace_or_all(node: RunningNode) -> None:
             assert hit.num_tokens == 0
 
 
+def test_clear_forgets_one_prompt(node: RunningNode, tmp_path: Path) -> None:
+    client, prompt, other = node.client(), a_prompt(SPACE, 64), a_prompt(SPACE, 64, seed=7)
+    client.register(SPACE)
+    for one in (prompt, other):
+        store(client, one)
+    file = write_tokens(tmp_path, tokens_of(prompt))
+    order = ("clear", SPACE.digest.hex()[:9], "--tokens", file, "--socket", str(node.path))
+    done = run_kvhold(*order, "--only-end", "--json")
+    assert json.loads(done.stdout) == {"namespace": SPACE.digest.hex(), "chunks": 4}, done.stderr
+    with client.lookup(prompt.query()) as hit, client.lookup(other.query()) as of_other:
+        assert (hit.num_tokens, of_other.num_tokens) == (0, 64)
+    for wrong in (("--all", "--tokens", file), (SPACE.digest.hex(), "--only-end")):
+        done = run_kvhold("clear", *wrong, "--socket", str(node.path))
+        assert done.returncode == 2 and "prompt" in done.stderr
+
+
 def test_lookup_tells_where_a_prompt_is(node: RunningNode, tmp_path: Path) -> None:
     client, prompt = node.client(), a_prompt(SPACE, 70)
     client.register(SPACE)

@@ -50,6 +50,33 @@ async def _is_found(client: NodeClient, control: RunningControl, space: Namespac
     assert (found["num_tokens"], found["reason"]) == (0, "never_stored")
 
 
+async def test_a_prompt_is_cleared_for_good(
+    start_node: Callable[..., RunningNode], tmp_path: Path
+) -> None:
+    settings = tmp_path / "kvhold.toml"
+    settings.write_text(f'tiers = ["disk://{tmp_path}/disk?max_bytes=64MiB"]\n')
+    node = start_node("--config", str(settings))
+    client, prompt, other = node.client(), a_prompt(SPACE, 64), a_prompt(SPACE, 64, seed=7)
+    client.register(SPACE)
+    for one in (prompt, other):
+        store(client, one)
+    async with running_control(node.path) as control:
+        assert await control.own("POST", "/v1/flush", {"timeout_s": 60}) == (200, {"done": True})
+        assert await ask(control, "/v1/clear", prompt) == {"chunks": 4}
+        await ask(control, "/v1/prefetch", prompt)
+        assert (await ask(control, "/v1/lookup", prompt))["num_tokens"] == 0
+        assert (await ask(control, "/v1/lookup", other))["num_tokens"] == 64
+        for wrong in ({"all": True}, {"tokens": None, "only_end": True}, {"text": "two"}):
+            assert (await ask(control, "/v1/clear", other, 400, **wrong))["reason"] == "bad_request"
+        assert (await ask(control, "/v1/lookup", other))["num_tokens"] == 64
+    client.close()
+    node.close()
+    client = start_node("--config", str(settings)).client()
+    client.register(SPACE)
+    with client.lookup(prompt.query()) as hit, client.lookup(other.query()) as of_other:
+        assert (hit.num_tokens, of_other.num_tokens) == (0, 64)
+
+
 async def test_a_pinned_prompt_stays_while_others_go(node: RunningNode) -> None:
     client = node.client()
     client.register(SPACE)

@@ -11,7 +11,7 @@ from kvhold.cache.index.names import chunk_names, tail_names
 from kvhold.cache.query_limits import check_query
 from kvhold.cache.transfer.commands import ClearChunksCommand, Command
 from kvhold.cache.transfer.searches import Searches
-from kvhold.core.errors import ProtocolError
+from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAME_BYTES, Query, place_suffix
 from kvhold.core.layout import Layout
 from kvhold.tiers.ram import RamTier
@@ -49,13 +49,16 @@ class PromptClears:
         return self._num_running
 
     def clear_turns(self, layout: Layout, clear: PromptClear) -> Turns[int]:
-        """Return the number of removed chunks in memory. Raises ProtocolError."""
+        """Return the number of removed chunks in memory.
+
+        Raises ConfigError: too many chunks; ProtocolError.
+        """
         query = clear.query
         check_query(layout, query)
         names = [name for _, name in chunk_names(query)]
         tails = [name for _, name in tail_names(query)]
         if len(names) + len(tails) > MOST_CHUNKS:
-            raise ProtocolError(
+            raise ConfigError(
                 f"a prompt of {len(names)} chunks; at most {MOST_CHUNKS} are cleared at once: "
                 "clear a shorter prompt, or the namespace"
             )

@@ -35,14 +35,29 @@ _PATIENCE_S = 1.0  # for lower tiers
 
 
 class ClearOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to forget, in memory and on all writable tiers: either of the two.
+    """What to forget, in memory and on all writable tiers: a namespace, a prompt, or all.
 
     namespace: the first digits of its digest
     all:       everything
+    tokens:    only a prompt of the namespace: its tokens
+    text:      or its text, to which the tokenizer adds its special tokens
+    messages:  or its chat messages, for the model's chat template
+    only_end:  keep the part of the prompt that another prompt in memory continues
     """
 
     namespace: str = ""
     all: bool = False
+    tokens: list[int] | None = None
+    text: Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)] | None = None
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MOST_MESSAGES)] | None = None
+    only_end: bool = False
+
+    @property
+    def is_prompt(self) -> bool:
+        return any(part is not None for part in (self.tokens, self.text, self.messages))
+
+    def prompt(self) -> "PromptOrder":
+        return PromptOrder(self.namespace, self.tokens, self.text, self.messages)
 
 
 class KickOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -320,6 +335,18 @@ class ControlApi:
     async def clear(self, request: ClearOrder) -> ClearAnswer:
         if bool(request.namespace) == request.all:
             raise _bad('give either "namespace" or "all": true')
+        if request.is_prompt:
+            if request.all:
+                raise _bad('a prompt needs a "namespace"')
+            _, query = await self._prompt(request.prompt())
+            only_end = request.only_end
+            return {
+                "chunks": await self._node.call(
+                    lambda client: client.clear_prompt(query, only_end=only_end)
+                )
+            }
+        if request.only_end:
+            raise _bad('only_end needs a prompt: "tokens", "text" or "messages"')
         removed = await self._node.call(
             lambda client: client.clear(
                 find_digest(client, request.namespace) if request.namespace else None

@@ -132,7 +132,7 @@ ROUTES = (
         "POST",
         "/v1/clear",
         ControlRole.OPERATE,
-        "Forget a namespace; or everything, with the role administer.",
+        "Forget a prompt or a namespace; or everything, with the role administer.",
         api.ClearAnswer,
         _API.clear,
         body=api.ClearOrder,

@@ -417,6 +417,8 @@ class Cache(Protocol):
 
         Other hosts keep theirs; this one uses no peer's until the namespace is cleared. Leases stay
         valid. Returns the number of chunks in memory.
+
+        Raises ConfigError (NodeError from a node) for a prompt of over 32,768 chunks.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
+from kvhold.core.errors import TierError
 from kvhold.core.keys import NAME_BYTES, NAMESPACE_BYTES, place_suffix, split_key
 from kvhold.tiers.base import KeepsClears
 from kvhold.tiers.calls import TierCall, now
@@ -151,15 +152,26 @@ class ChunkClears:
             keys = chain.from_iterable(hidden.every_key() for hidden in due)
             while batch := list(islice(keys, _KEYS_AT_ONCE)):
                 async with guard.gate.turn(Urgency.DELETE):
-                    call = TierCall[list[bool]]("delete", len(batch), guard.config.put_timeout_s)
-                    fault = await guard.run(call, partial(guard.tier.delete, batch))
-                if fault is not None or call.result is None:
-                    return
-                num_removed = sum(call.result)
-                guard.count("delete", removed=num_removed, absent=len(batch) - num_removed)
+                    if not await self._are_gone(batch):
+                        return
             if due and not may_appear:
                 async with self._journal_turn:
                     await self._forget(due)
+
+    async def _are_gone(self, keys: list[bytes]) -> bool:
+        guard = self._guard
+        deleting = TierCall[list[bool]]("delete", len(keys), guard.config.put_timeout_s)
+        await guard.run(deleting, partial(guard.tier.delete, keys))
+        if deleting.result is None:
+            return False
+        num_removed = sum(deleting.result)
+        guard.count("delete", removed=num_removed, absent=len(keys) - num_removed)
+        # some stores keep what others read
+        looking = TierCall[Sequence[int | TierError | None]](
+            "probe", len(keys), guard.config.probe_timeout_s
+        )
+        await guard.run(looking, partial(guard.tier.probe, keys))
+        return looking.result is not None and not any(size is not None for size in looking.result)
 
     async def _forget(self, ended: Sequence[_Hidden]) -> None:
         """A chunk that was hidden again meanwhile stays hidden."""
