@@ -14,9 +14,12 @@ from kvhold.cache.events import snapshot_of
 from kvhold.cache.prompt_clears import PromptClear
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
+from kvhold.cache.transfer.copies import CopyRequest
 from kvhold.cache.transfer.reencodings import ReencodeRequest
 from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.api import (
+    Copying,
+    CopyProgress,
     DemoteAnswer,
     EventBatch,
     Found,
@@ -262,6 +265,18 @@ class LocalCache(WholePrompts):
             poll=lambda: self._poll_reencoding(number),
         )
 
+    def copy(
+        self, tier: str, query: Query, *, drop: bool = False, deadline_s: float | None = None
+    ) -> Copying:
+        with self._lock:
+            self._check_open()
+            number = self._state.copy(self._owner, CopyRequest(tier, query, drop))
+            self._move()
+        self._finish_chores()
+        return Copying(
+            CopyProgress(), lambda: self._release(number), poll=lambda: self._poll_copy(number)
+        )
+
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
         with self._lock:
             self._check_open()
@@ -359,6 +374,13 @@ class LocalCache(WholePrompts):
         with self._lock:
             self._check_open()
             return self._state.reencodings.find(self._owner, number) or ReencodeProgress(
+                done=True, stopped="closed"
+            )
+
+    def _poll_copy(self, number: int) -> CopyProgress:
+        with self._lock:
+            self._check_open()
+            return self._state.copies.find(self._owner, number) or CopyProgress(
                 done=True, stopped="closed"
             )
 

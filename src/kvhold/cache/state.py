@@ -27,6 +27,7 @@ from kvhold.cache.query_limits import check_query
 from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.retains import Retains
 from kvhold.cache.transfer.commands import ClearCommand, Command
+from kvhold.cache.transfer.copies import Copies, CopyRequest
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.use_queue import UseQueue
@@ -131,6 +132,9 @@ class CacheState:
         give_command, pins = self._give_command, Pins(ram, self._chores)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self.reencodings = Reencodings(give_command)
+        self.copies = Copies(
+            ram, give_command, run=self._chores.run, tenant_of=self.reencodings.tenant_of
+        )
         self.uses = UseQueue(metrics, give_command)
         self._computing = Computing(ram, metrics, lambda: self.planner.clock())
         ram.watch_lost = self._computing.not_stored
@@ -245,12 +249,15 @@ class CacheState:
             self._computing.withdraw(owner, number)
         if self.reencodings.find(owner, number) is not None:
             self.reencodings.drop(number)
+        elif self.copies.find(owner, number) is not None:
+            self.copies.drop(number)
         elif not self._lookups.release(owner, number) and not self._retains.release(owner, number):
             self._leases.release(owner, number)
 
     def release_owner(self, owner: Owner) -> None:
         """The owner must no longer touch the arena."""
         self.reencodings.drop_all(owner)
+        self.copies.drop_all(owner)
         self._computing.withdraw_all(owner)
         for ticket in self._leases.tickets_of(owner):
             self.release(owner, ticket)
@@ -350,6 +357,14 @@ class CacheState:
             check_query(self.layout(request.query.layout), request.query)
         number = next(self._numbers)
         self.reencodings.begin(number, owner, request, self._layouts)
+        return number
+
+    def copy(self, owner: Owner, request: CopyRequest) -> int:
+        """Begin a copy from memory to a tier. Raises ConfigError, LayoutError, ProtocolError."""
+        layout = self.layout(request.query.layout)
+        num_keys = check_query(layout, request.query)
+        number = next(self._numbers)
+        self.copies.begin(number, owner, request, layout, num_keys)
         return number
 
     def step(self, units: int | None = None) -> bool:

@@ -17,7 +17,7 @@ nothing behind.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -228,33 +228,62 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
     bytes_after: int = 0
 
 
-class Reencoding(Holding):
-    """A running re-encoding. Closing it early stops it."""
+class CopyProgress(msgspec.Struct, frozen=True, array_like=True):
+    """The progress of a copy to a tier, in chunks of one group and one shard.
+
+    stopped: why it ended early; else empty
+    copied:  the tier has them now; also those that it had before
+    failed:  the tier failed, was full, or declined them
+    dropped: of `copied`, removed from memory; others were in use
+    bytes:   of `copied`, in memory
+    """
+
+    done: bool = False
+    stopped: str = ""
+    copied: int = 0
+    failed: int = 0
+    dropped: int = 0
+    bytes: int = 0
+
+
+AnyProgress = TypeVar("AnyProgress", bound=ReencodeProgress | CopyProgress)
+
+
+class CacheJob(Holding, Generic[AnyProgress]):
+    """A running re-encoding or copy. Closing it early stops it."""
 
     def __init__(
         self,
-        progress: ReencodeProgress,
+        progress: AnyProgress,
         give_back: Callable[[], None],
         *,
-        poll: Callable[[], ReencodeProgress],
+        poll: Callable[[], AnyProgress],
     ) -> None:
         super().__init__(give_back)
         self.progress = progress
         self._poll = poll
 
-    def refresh(self) -> ReencodeProgress:
+    def refresh(self) -> AnyProgress:
         """Return the current progress."""
         if not self.progress.done:
             self.progress = self._poll()
         return self.progress
 
-    def wait(self, until_s: float = float("inf")) -> ReencodeProgress:
+    def wait(self, until_s: float = float("inf")) -> AnyProgress:
         """Wait until it is done, or until the monotonic clock reads `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(pause_s, left_s))
             pause_s = min(_REENCODING_PAUSE_S, 1.5 * pause_s)
         return self.progress
+
+
+class Reencoding(CacheJob[ReencodeProgress]):
+    pass
+
+
+class Copying(CacheJob[CopyProgress]):
+    pass
 
 
 class RetainAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -451,6 +480,17 @@ class Cache(Protocol):
         Raises ConfigError (NodeError from a node) for an unknown tier or codec, for a tier that
         cannot replace values, and for an unknown namespace, unless the codec is `raw` or `lossless`
         and the tier is not encrypted.
+        """
+
+    def copy(
+        self, tier: str, query: Query, *, drop: bool = False, deadline_s: float | None = None
+    ) -> Copying:
+        """Copy the chunks of one prompt from memory to a tier, in the background.
+
+        drop: remove each from memory when the tier has it, unless it is in use
+
+        Raises ConfigError (NodeError from a node) for an unknown tier, and for one that is only
+        read.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Union
 
 import msgspec
 
-from kvhold.core.api import DemoteAnswer, Event, Found, ReencodeProgress, RetainAnswer, Uses
+from kvhold.core.api import (
+    CopyProgress,
+    DemoteAnswer,
+    Event,
+    Found,
+    ReencodeProgress,
+    RetainAnswer,
+    Uses,
+)
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
@@ -231,11 +239,11 @@ class Damaged(Message, frozen=True):
 
 
 class NotFound(Message, frozen=True):
-    """The ticket or re-encoding is unknown."""
+    """The ticket, re-encoding or copy is unknown."""
 
 
 class Release(Message, frozen=True):
-    """Release a ticket and its announcement, or a lease; stop a re-encoding.
+    """Release a ticket and its announcement, or a lease; stop a re-encoding or copy.
 
     keep_announcement: only the ticket
     """
@@ -315,8 +323,19 @@ class Reencode(Message, frozen=True):
     query: Query | None = None
 
 
+class Copy(Message, frozen=True):
+    """Copy a prompt's chunks from memory to a tier. -> CopyStatus
+
+    drop: remove each from memory when the tier has it
+    """
+
+    tier: str
+    query: Query
+    drop: bool = False
+
+
 class Progress(Message, frozen=True):
-    """-> ReencodeStatus, or NotFound"""
+    """-> ReencodeStatus, CopyStatus, or NotFound"""
 
     number: int
 
@@ -326,6 +345,13 @@ class ReencodeStatus(Message, frozen=True):
 
     number: int
     progress: ReencodeProgress
+
+
+class CopyStatus(Message, frozen=True):
+    """The client must release `number`."""
+
+    number: int
+    progress: CopyProgress
 
 
 class Snapshot(Message, frozen=True):
@@ -490,6 +516,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     LastClear,
     Flushed,
     Reencode,
+    Copy,
     Progress,
     Snapshot,
     Events,
@@ -513,6 +540,7 @@ Answer = Union[  # noqa: UP007
     NotFound,
     Granted,
     ReencodeStatus,
+    CopyStatus,
     Happened,
     Report,
     FoundLayout,

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,10 @@ from kvhold.core.api import (
     EventBatch,
     Found,
     Hit,
-    ReencodeProgress,
-    Reencoding,
     RetainedPrompt,
     Uses,
     mask_bytes,
 )
-from kvhold.core.arrays import WholePrompts
 from kvhold.core.cleanup import on_error
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import (
@@ -40,9 +37,8 @@ from kvhold.core.errors import (
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, ComputeIntent, Decision
+from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.rules import store_options_of
-from kvhold.core.status import NodeStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.core.tracing import TraceContext
 from kvhold.net import messages as m
@@ -51,6 +47,7 @@ from kvhold.node import forks
 from kvhold.node.link import Link
 from kvhold.node.membership import Departures, Duty, Membership
 from kvhold.node.notifier import Notifier
+from kvhold.node.operator_calls import OperatorCalls
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ _TEND_S = 0.5
 _FLUSH_PAUSE_S = 0.05
 
 
-class NodeClient(WholePrompts):
+class NodeClient(OperatorCalls):
     def __init__(
         self,
         path: Path,
@@ -188,22 +185,6 @@ class NodeClient(WholePrompts):
     ) -> None:
         self._call(m.Timing(request, load_s, compute_s), m.Done, deadline_s)
 
-    def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        return self._call(m.Explain(request), m.Explained, deadline_s).decisions
-
-    def names(
-        self, prefix: str = "", *, deadline_s: float | None = None
-    ) -> tuple[list[m.KnownSpace], int, int]:
-        """Return described namespaces, and the number and bytes of the others."""
-        spaces: list[m.KnownSpace] = []
-        while True:
-            page = self._call(
-                m.ListNamespaces(spaces[-1].digest if spaces else b"", prefix), m.Named, deadline_s
-            )
-            spaces += page.spaces
-            if not page.more or not page.spaces:
-                return spaces, page.other_spaces, page.other_bytes
-
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         self._call(m.Prefetch(query), m.Done, deadline_s)
 
@@ -296,28 +277,6 @@ class NodeClient(WholePrompts):
             layout=layout,
         )
 
-    def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
-        self.flush(0, deadline_s=deadline_s)
-        return removed
-
-    def clear_prompt(
-        self, query: Query, *, only_end: bool = False, deadline_s: float | None = None
-    ) -> int:
-        removed = self._call(m.ClearPrompt(query, only_end), m.Done, deadline_s).count
-        self.flush(0, deadline_s=deadline_s)
-        return removed
-
-    def repeat_clear(
-        self, namespace: bytes, at_ns: int, *, deadline_s: float | None = None
-    ) -> None:
-        """Repeat another host's clear, unless the namespace was cleared here since `at_ns`."""
-        self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
-
-    def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
-        """0: none."""
-        return self._call(m.LastClear(namespace), m.Done, deadline_s).count
-
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
         until_s = time.monotonic() + (
             self._config.arrival_timeout_s if deadline_s is None else deadline_s
@@ -331,33 +290,6 @@ class NodeClient(WholePrompts):
                 return False
             link.pause(min(_FLUSH_PAUSE_S, left_s))
         return True
-
-    def reencode(
-        self,
-        tier: str,
-        codec: str,
-        *,
-        namespace: bytes | None = None,
-        query: Query | None = None,
-        deadline_s: float | None = None,
-    ) -> Reencoding:
-        """See `Cache`. deadline_s: per request"""
-        link = self._current("reencode")
-        begun = self._call(
-            m.Reencode(tier, codec, namespace, query), m.ReencodeStatus, deadline_s, link
-        )
-
-        def poll() -> ReencodeProgress:
-            answer = self._request(m.Progress(begun.number), deadline_s, link)
-            if isinstance(answer, m.NotFound):
-                return ReencodeProgress(done=True, stopped="closed")
-            if not isinstance(answer, m.ReencodeStatus):
-                raise self._misunderstood(answer, link)
-            return answer.progress
-
-        return Reencoding(
-            begun.progress, lambda: self._give_back(link, m.Release(begun.number)), poll=poll
-        )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
         """See `Cache`. deadline_s: per page"""
@@ -373,32 +305,6 @@ class NodeClient(WholePrompts):
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
         part = self._call(m.Events(after), m.Happened, deadline_s)
         return EventBatch(part.events, part.next, part.lost)
-
-    def status(self, *, deadline_s: float | None = None) -> NodeStatus:
-        """Return the status, unchecked (see `check_status`)."""
-        return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
-
-    def layout_of(self, namespace: bytes, *, deadline_s: float | None = None) -> Layout | None:
-        """Return a namespace's layout, by its digest; None: the node does not know it."""
-        return self._call(m.FindLayout(namespace), m.FoundLayout, deadline_s).layout
-
-    def measure(self, *, deadline_s: float | None = None) -> list[m.MetricSample]:
-        return self._call(m.Measure(), m.MetricSamples, deadline_s).samples
-
-    def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
-        """deadline_s: per page"""
-        part = self._call(m.Clients(), m.ClientList, deadline_s)
-        found = list(part.clients)
-        while part.more:
-            part = self._call(m.Clients(found[-1].number + 1), m.ClientList, deadline_s)
-            found += part.clients
-        return found
-
-    def kick(
-        self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
-    ) -> list[m.ClientInfo]:
-        """End clients. Return their state before."""
-        return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
         self._call(m.Ping(), m.Done, None)

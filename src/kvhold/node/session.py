@@ -11,8 +11,9 @@ from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.leases import ClaimAnswer
 from kvhold.cache.prompt_clears import PromptClear
 from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.copies import CopyRequest
 from kvhold.cache.transfer.reencodings import ReencodeRequest
-from kvhold.core.api import Found, ReencodeProgress
+from kvhold.core.api import CopyProgress, Found, ReencodeProgress
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.core.status import NodeStatus
 from kvhold.net import messages as m
@@ -114,6 +115,7 @@ class Session:
             m.LastClear: self._last_clear,
             m.Flushed: self._flushed,
             m.Reencode: self._reencode,
+            m.Copy: self._copy,
             m.Progress: self._progress,
             m.Snapshot: self._snapshot,
             m.Events: self._events,
@@ -315,9 +317,16 @@ class Session:
             ReencodeProgress(),
         )
 
+    def _copy(self, request: m.Copy) -> m.Answer:
+        copy = CopyRequest(request.tier, request.query, request.drop)
+        return m.CopyStatus(self._state.copy(self, copy), CopyProgress())
+
     def _progress(self, request: m.Progress) -> m.Answer:
-        progress = self._state.reencodings.find(self, request.number)
-        return m.NotFound() if progress is None else m.ReencodeStatus(request.number, progress)
+        number = request.number
+        if (reencoded := self._state.reencodings.find(self, number)) is not None:
+            return m.ReencodeStatus(number, reencoded)
+        copied = self._state.copies.find(self, number)
+        return m.NotFound() if copied is None else m.CopyStatus(number, copied)
 
     def _snapshot(self, request: m.Snapshot) -> m.Answer | Running[m.Answer]:
         if request.page == 0:

@@ -391,6 +391,15 @@ class RamTier:
         self.remove(self._entries[key])
         return True
 
+    def evict(self, entry: Entry) -> bool:
+        """Evict a visible entry; false: it is in use, or no longer there."""
+        if self.find(entry.key) is not entry or self._is_kept(entry.key):
+            return False
+        self._metrics.add("kvhold_evicted_chunks", tier="ram")
+        self._metrics.add("kvhold_evicted_bytes", entry.nbytes, tier="ram")
+        self.remove(entry, why=EVICTED)
+        return True
+
     def note_clear(self) -> None:
         """Make running lookups begin again: entries were cleared one by one."""
         self._epoch += 1

@@ -107,6 +107,17 @@ class ReencodeCommand:
 
 
 @dataclass(frozen=True)
+class CopyCommand:
+    """Write these held entries to one tier. -> `copies.copied(number, ...)`"""
+
+    number: int
+    tier: int
+    entries: list[Entry]
+    layout: Layout
+    store_options: StoreOptions
+
+
+@dataclass(frozen=True)
 class UsedCommand:
     """Report a lookup to tiers with a learning policy. -> `uses.done(command)`"""
 
@@ -135,5 +146,6 @@ Command: TypeAlias = (
     | ClearCommand
     | ClearChunksCommand
     | ReencodeCommand
+    | CopyCommand
     | StopCommand
 )

@@ -76,6 +76,12 @@ class Outbox:
         self._writing.update(batch)
         return batch
 
+    def begin(self, batch: list[Write]) -> None:
+        """Begin writes that were not in the queue. `finish` ends them."""
+        self._writing.update(batch)
+        self._nbytes += sum(write.nbytes for write in batch)
+        self._set_gauges()
+
     def finish(self, batch: list[Write]) -> None:
         self._writing.difference_update(batch)
         self._nbytes -= sum(write.nbytes for write in batch)

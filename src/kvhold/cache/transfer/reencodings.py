@@ -77,6 +77,11 @@ class Reencodings:
         known = self._known.get(namespace)
         return store_options if known is None else _within(store_options, known.store_options)
 
+    def tenant_of(self, namespace: bytes) -> str | None:
+        """None: unknown, or several."""
+        known = self._known.get(namespace)
+        return None if known is None or namespace in self._shared else known.store_options.tenant
+
     def layout_of(self, namespace: bytes) -> Layout | None:
         """Any thread."""
         known = self._known.get(namespace)

@@ -20,6 +20,7 @@ from kvhold.cache.transfer.commands import (
     ClearChunksCommand,
     ClearCommand,
     Command,
+    CopyCommand,
     FetchCommand,
     ProbeCommand,
     ReencodeCommand,
@@ -27,10 +28,12 @@ from kvhold.cache.transfer.commands import (
     UsedCommand,
     WriteCommand,
 )
+from kvhold.cache.transfer.copies import CopyTier
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
 from kvhold.cache.transfer.reencoder import Reencoder
 from kvhold.cache.transfer.reencodings import ReencodableTier
 from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
+from kvhold.cache.transfer.tier_copier import TierCopier
 from kvhold.cache.transfer.tier_reader import TierReader
 from kvhold.cache.transfer.use_queue import keys_of
 from kvhold.cache.transfer.write_behind import WriteBehind
@@ -118,6 +121,9 @@ class TierWorker:
             self._encoding,
             report=self._reencode_progressed,
             now=state.ram.now,
+        )
+        self._copier = TierCopier(
+            stack, self._write_behind, is_barred=self._is_barred, report=self._copied
         )
         self._reencodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
@@ -250,6 +256,10 @@ class TierWorker:
                 case ReencodeCommand(number=number):
                     self._reencodings[number] = self._tasks.start(self._reencoder.run(command))
                     self._reencodings[number].add_done_callback(partial(self._reencoded, number))
+                case CopyCommand():
+                    for guard in self._shared:
+                        guard.use(command.entries[0].key[:NAMESPACE_BYTES])
+                    self._tasks.start(self._copier.run(command))
                 case StopCommand(number=number):
                     if number in self._reencodings:
                         self._reencodings[number].cancel()
@@ -345,6 +355,9 @@ class TierWorker:
 
     def _reencode_progressed(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
+
+    def _copied(self, number: int, are_there: list[bool], stopped: str) -> None:
+        self._post(lambda: self._state.copies.copied(number, are_there, stopped))
 
     def _reencoded(self, number: int, _: "asyncio.Task[Any]") -> None:
         del self._reencodings[number]
@@ -485,6 +498,14 @@ def make_tier_worker(
                 changes.tell = tell_disks
     state.tier_names = [guard.name for guard in stack.guards]
     state.reencodings.tiers = _reencodable(stack)
+    state.copies.tiers = {
+        guard.name: CopyTier(
+            number,
+            guard.config.encrypt,
+            "nothing is written to it" if guard.read_only else None,
+        )
+        for number, guard in enumerate(stack.guards)
+    }
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
     return TierWorker(
         state,

@@ -80,6 +80,28 @@ class WriteBehind:
         if not write.waiting:
             self._owner.written(command.number)
 
+    async def write_now(
+        self,
+        tier: int,
+        commands: Sequence[WriteCommand],
+        pending: "list[asyncio.Task[Any]]",
+    ) -> None:
+        """Write entries to one tier, beside its queue. `written` is not called.
+
+        pending: receives calls that use the memory beyond the deadline
+        """
+        outbox = self._outboxes[tier]
+        batch = [Write(command) for command in commands]
+        outbox.begin(batch)
+        try:
+            async with outbox.guard.gate.turn(Urgency.WRITE):
+                await self._write_batch(outbox.guard, outbox.coding, batch, pending)
+        except Exception:
+            log.exception("tier %s: a part of a copy was not written", outbox.guard.name)
+        # not after a cancellation: the tier may still use the memory
+        outbox.finish(batch)
+        self._dealt_with.set()
+
     def drop(self, prefix: bytes) -> None:
         for outbox in self._outboxes:
             self._finish(outbox.drop(prefix))

@@ -1,0 +1,188 @@
+"""Copies of prompts from memory to a tier, in parts: begun, followed and ended. No I/O.
+
+The chunks of one part are held until the tier has answered.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from msgspec.structs import replace
+
+from kvhold.cache.chores import Turns
+from kvhold.cache.index.names import chunk_names, tail_names
+from kvhold.cache.transfer.commands import Command, CopyCommand
+from kvhold.core.api import CopyProgress
+from kvhold.core.errors import ConfigError
+from kvhold.core.keys import Query, place_suffix
+from kvhold.core.layout import Layout
+from kvhold.core.store_options import StoreOptions
+from kvhold.tiers.ram import Entry, RamTier
+
+_MOST_COPIES = 64
+_PART_BYTES = 64 << 20
+_PART_CHUNKS = 250
+_SHARE = 8  # of memory, that one part holds at most
+_STEP_KEYS = 64
+
+
+@dataclass(frozen=True)
+class CopyTier:
+    """refusal: why nothing can be copied to it"""
+
+    number: int
+    encrypted: bool = False
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class CopyRequest:
+    """drop: remove each chunk from memory when the tier has it"""
+
+    tier: str
+    query: Query
+    drop: bool = False
+
+
+@dataclass
+class _Copy:
+    owner: Hashable
+    request: CopyRequest
+    layout: Layout
+    tenant: str
+    tier: int
+    keys: Iterator[bytes]  # not looked at yet
+    held: list[Entry] = field(default_factory=list)
+    is_written: bool = False
+    progress: CopyProgress = field(default_factory=CopyProgress)
+
+
+class Copies:
+    def __init__(
+        self,
+        ram: RamTier,
+        give_command: Callable[[Command], None],
+        *,
+        run: Callable[[Turns[None], int], None],
+        tenant_of: Callable[[bytes], str | None],
+    ) -> None:
+        """tenant_of: a namespace's only tenant; None: unknown, or several"""
+        self.tiers: dict[str, CopyTier] = {}
+        self._ram = ram
+        self._give_command = give_command
+        self._run = run
+        self._tenant_of = tenant_of
+        self._copies: dict[int, _Copy] = {}
+        self._left: dict[int, _Copy] = {}  # released, with chunks that the tier still reads
+
+    def __len__(self) -> int:
+        return sum(not copy.progress.done for copy in self._copies.values())
+
+    def begin(
+        self, number: int, owner: Hashable, request: CopyRequest, layout: Layout, num_keys: int
+    ) -> None:
+        """Raises ConfigError."""
+        tier = self._tier(request.tier)
+        tenant = request.query.tenant or self._tenant_of(request.query.namespace)
+        if tenant is None and tier.encrypted:
+            raise ConfigError(
+                f"tier {request.tier} is encrypted, and the tenant whose key encrypts namespace "
+                f"{request.query.namespace.hex()} is not known here"
+            )
+        if len(self._copies) >= _MOST_COPIES:
+            raise ConfigError(f"{_MOST_COPIES} copies are running or not closed; close one first")
+        self._copies[number] = _Copy(
+            owner, request, layout, tenant or "", tier.number, _keys(request.query, layout)
+        )
+        self._run(self._go_on_turns(number), num_keys)
+
+    def find(self, owner: Hashable, number: int) -> CopyProgress | None:
+        copy = self._copies.get(number)
+        return copy.progress if copy is not None and copy.owner == owner else None
+
+    def copied(self, number: int, are_there: Sequence[bool], stopped: str) -> None:
+        """The tier no longer reads the chunks. are_there: whether it has each of them"""
+        copy = self._left.pop(number, None) or self._copies[number]
+        held, copy.held, copy.is_written = copy.held, [], False
+        self._ram.unpin_all(held)
+        stored = [entry for entry, is_there in zip(held, are_there, strict=True) if is_there]
+        dropped = self._dropped(stored) if copy.request.drop else 0
+        progress = copy.progress
+        copy.progress = replace(
+            progress,
+            done=bool(stopped),
+            stopped=stopped,
+            copied=progress.copied + len(stored),
+            failed=progress.failed + len(held) - len(stored),
+            dropped=progress.dropped + dropped,
+            bytes=progress.bytes + sum(entry.nbytes for entry in stored),
+        )
+        if number in self._copies and not stopped:
+            self._run(self._go_on_turns(number), len(held))
+
+    def drop(self, number: int) -> None:
+        copy = self._copies.pop(number)
+        if copy.is_written:
+            self._left[number] = copy
+        else:
+            self._ram.unpin_all(copy.held)
+
+    def drop_all(self, owner: Hashable) -> None:
+        for number in [number for number, copy in self._copies.items() if copy.owner == owner]:
+            self.drop(number)
+
+    def _go_on_turns(self, number: int) -> Turns[None]:
+        most_bytes = min(_PART_BYTES, self._ram.capacity_bytes // _SHARE)
+        num_looked = num_bytes = 0
+        while (copy := self._copies.get(number)) is not None:
+            key = next(copy.keys, None)
+            if key is None:
+                break
+            if (entry := self._ram.find(key)) is not None:
+                self._ram.hold(entry)
+                copy.held.append(entry)
+                num_bytes += entry.nbytes
+                if num_bytes >= most_bytes or len(copy.held) >= _PART_CHUNKS:
+                    break
+            num_looked += 1
+            if num_looked % _STEP_KEYS == 0:
+                yield _STEP_KEYS
+        if copy is None:
+            return
+        if copy.held:
+            copy.is_written = True
+            options = StoreOptions(max_error=0, tenant=copy.tenant)
+            self._give_command(
+                CopyCommand(number, copy.tier, list(copy.held), copy.layout, options)
+            )
+        else:
+            copy.progress = replace(copy.progress, done=True)
+
+    def _dropped(self, entries: Sequence[Entry]) -> int:
+        """The last first: no chunk stays without the one before it."""
+        return sum([self._ram.evict(entry) for entry in reversed(entries)])
+
+    def _tier(self, name: str) -> CopyTier:
+        tier = self.tiers.get(name)
+        if tier is None:
+            near = get_close_matches(name, self.tiers, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"tier {name!r} is unknown; known are "
+                f"{', '.join(self.tiers) or 'none: this cache has only memory'}{hint}"
+            )
+        if tier.refusal is not None:
+            raise ConfigError(f"tier {name}: {tier.refusal}")
+        return tier
+
+
+def _keys(query: Query, layout: Layout) -> Iterator[bytes]:
+    suffixes = [
+        place_suffix(group, shard)
+        for group in range(len(layout.groups))
+        for shard in range(query.shards)
+    ]
+    for names in (chunk_names(query), tail_names(query)):
+        for _, name in names:
+            for suffix in suffixes:
+                yield name + suffix

@@ -1,0 +1,154 @@
+"""The calls of a node's client that operators make."""
+
+from abc import abstractmethod
+from typing import TypeVar, cast
+
+from kvhold.core.api import Copying, CopyProgress, ReencodeProgress, Reencoding
+from kvhold.core.arrays import WholePrompts
+from kvhold.core.errors import ProtocolError
+from kvhold.core.keys import Query
+from kvhold.core.layout import Layout
+from kvhold.core.planning import Decision
+from kvhold.core.status import NodeStatus
+from kvhold.net import messages as m
+from kvhold.node.link import Link
+
+Kind = TypeVar("Kind", bound=m.Message)
+
+
+class OperatorCalls(WholePrompts):
+    @abstractmethod
+    def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool: ...
+
+    @abstractmethod
+    def _current(self, operation: str) -> Link: ...
+
+    @abstractmethod
+    def _call(
+        self,
+        request: m.Message,
+        expected: type[Kind],
+        deadline_s: float | None,
+        link: Link | None = None,
+    ) -> Kind: ...
+
+    @abstractmethod
+    def _request(
+        self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False
+    ) -> m.Answer: ...
+
+    @abstractmethod
+    def _misunderstood(self, answer: m.Answer, link: Link) -> ProtocolError: ...
+
+    @abstractmethod
+    def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None: ...
+
+    def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
+        return self._call(m.Explain(request), m.Explained, deadline_s).decisions
+
+    def names(
+        self, prefix: str = "", *, deadline_s: float | None = None
+    ) -> tuple[list[m.KnownSpace], int, int]:
+        """Return described namespaces, and the number and bytes of the others."""
+        spaces: list[m.KnownSpace] = []
+        while True:
+            page = self._call(
+                m.ListNamespaces(spaces[-1].digest if spaces else b"", prefix), m.Named, deadline_s
+            )
+            spaces += page.spaces
+            if not page.more or not page.spaces:
+                return spaces, page.other_spaces, page.other_bytes
+
+    def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
+        removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
+        self.flush(0, deadline_s=deadline_s)
+        return removed
+
+    def clear_prompt(
+        self, query: Query, *, only_end: bool = False, deadline_s: float | None = None
+    ) -> int:
+        removed = self._call(m.ClearPrompt(query, only_end), m.Done, deadline_s).count
+        self.flush(0, deadline_s=deadline_s)
+        return removed
+
+    def repeat_clear(
+        self, namespace: bytes, at_ns: int, *, deadline_s: float | None = None
+    ) -> None:
+        """Repeat another host's clear, unless the namespace was cleared here since `at_ns`."""
+        self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
+
+    def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
+        """0: none."""
+        return self._call(m.LastClear(namespace), m.Done, deadline_s).count
+
+    def reencode(
+        self,
+        tier: str,
+        codec: str,
+        *,
+        namespace: bytes | None = None,
+        query: Query | None = None,
+        deadline_s: float | None = None,
+    ) -> Reencoding:
+        """See `Cache`. deadline_s: per request"""
+        link = self._current("reencode")
+        begun = self._call(
+            m.Reencode(tier, codec, namespace, query), m.ReencodeStatus, deadline_s, link
+        )
+
+        def poll() -> ReencodeProgress:
+            answer = self._request(m.Progress(begun.number), deadline_s, link)
+            if isinstance(answer, m.NotFound):
+                return ReencodeProgress(done=True, stopped="closed")
+            if not isinstance(answer, m.ReencodeStatus):
+                raise self._misunderstood(answer, link)
+            return answer.progress
+
+        return Reencoding(
+            begun.progress, lambda: self._give_back(link, m.Release(begun.number)), poll=poll
+        )
+
+    def copy(
+        self, tier: str, query: Query, *, drop: bool = False, deadline_s: float | None = None
+    ) -> Copying:
+        """See `Cache`. deadline_s: per request"""
+        link = self._current("copy")
+        begun = self._call(m.Copy(tier, query, drop), m.CopyStatus, deadline_s, link)
+
+        def poll() -> CopyProgress:
+            answer = self._request(m.Progress(begun.number), deadline_s, link)
+            if isinstance(answer, m.NotFound):
+                return CopyProgress(done=True, stopped="closed")
+            if not isinstance(answer, m.CopyStatus):
+                raise self._misunderstood(answer, link)
+            return answer.progress
+
+        return Copying(
+            begun.progress, lambda: self._give_back(link, m.Release(begun.number)), poll=poll
+        )
+
+    def status(self, *, deadline_s: float | None = None) -> NodeStatus:
+        """Return the status, unchecked (see `check_status`)."""
+        return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
+
+    def layout_of(self, namespace: bytes, *, deadline_s: float | None = None) -> Layout | None:
+        """Return a namespace's layout, by its digest; None: the node does not know it."""
+        return self._call(m.FindLayout(namespace), m.FoundLayout, deadline_s).layout
+
+    def measure(self, *, deadline_s: float | None = None) -> list[m.MetricSample]:
+        return self._call(m.Measure(), m.MetricSamples, deadline_s).samples
+
+    def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
+        """deadline_s: per page"""
+        part = self._call(m.Clients(), m.ClientList, deadline_s)
+        found = list(part.clients)
+        while part.more:
+            part = self._call(m.Clients(found[-1].number + 1), m.ClientList, deadline_s)
+            found += part.clients
+        return found
+
+    def kick(
+        self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
+    ) -> list[m.ClientInfo]:
+        """End clients. Return their state before."""
+        return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
