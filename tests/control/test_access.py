@@ -27,6 +27,7 @@ BODIES: dict[str, Any] = {
     "flush": {"timeout_s": 0},
     "reencode": {"tier": "none", "codec": "raw"},
     "lookup": {"namespace": "00", "tokens": []},
+    "move": {"namespace": "00", "tokens": [], "tier": "none"},
     "prefetch": {"namespace": "00", "tokens": []},
     "pin": {"namespace": "00", "tokens": []},
     "checksums": {"namespace": "00", "tokens": []},
@@ -36,6 +37,11 @@ BODIES: dict[str, Any] = {
     "lmcache_pin": {"instance_id": "00", "location": "ram", "tokens": []},
     "lmcache_compress": {"instance_id": "00", "location": "none", "method": "raw"},
     "lmcache_decompress": {"instance_id": "00", "location": "none", "method": "raw"},
+    "lmcache_move": {
+        "old_position": ["00", "ram"],
+        "new_position": ["00", "none"],
+        "tokens": [],
+    },
     "lmcache_health": {"instance_id": "00"},
     "lmcache_check_finish": {"event_id": "compress-7"},
 }

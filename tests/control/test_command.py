@@ -13,7 +13,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from click.testing import CliRunner
 
+from kvhold.cli.clear import command as clear
 from kvhold.control.openapi import document
 from kvhold.control.routes import ROUTES
 from kvhold.testing.cache import a_prompt, store
@@ -96,8 +98,8 @@ def test_clear_forgets_one_prompt(node: RunningNode, tmp_path: Path) -> None:
     with client.lookup(prompt.query()) as hit, client.lookup(other.query()) as of_other:
         assert (hit.num_tokens, of_other.num_tokens) == (0, 64)
     for wrong in (("--all", "--tokens", file), (SPACE.digest.hex(), "--only-end")):
-        done = run_kvhold("clear", *wrong, "--socket", str(node.path))
-        assert done.returncode == 2 and "prompt" in done.stderr
+        told = CliRunner().invoke(clear, [*wrong, "--socket", str(node.path)])
+        assert told.exit_code == 2 and "prompt" in told.output
 
 
 def test_lookup_tells_where_a_prompt_is(node: RunningNode, tmp_path: Path) -> None:
@@ -175,6 +177,21 @@ def test_a_prompt_is_prefetched(tmp_path: Path, start_node: Callable[..., Runnin
     )
     assert json.loads(done.stdout) == {"tokens": 64, "begun": True}, done.stderr
     eventually(lambda: client.status()["counters"].get("kvhold_promoted_chunks", 0) >= before + 4)
+
+
+def test_a_prompt_is_moved_to_a_tier(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    settings = tmp_path / "kvhold.toml"
+    settings.write_text(f'tiers = ["disk://{tmp_path}/disk?max_bytes=256MiB"]\n')
+    node = start_node("--config", str(settings))
+    client, prompt = node.client(), a_prompt(SPACE, 64)
+    client.register(SPACE)
+    store(client, prompt)
+    order = ("move", SPACE.digest.hex()[:9], "--tokens", write_tokens(tmp_path, tokens_of(prompt)))
+    done = run_kvhold(*order, "--tier", "disk", "--socket", str(node.path))
+    assert "tier disk has 4 chunks" in done.stdout and "4 left memory" in done.stdout, done.stderr
+    assert client.status()["chunks"] == 0
 
 
 @pytest.mark.parametrize("content", ["{}", "[1.5]", "[true]", "[", '["a"]', "[4294967296]"])

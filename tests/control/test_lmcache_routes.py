@@ -140,7 +140,7 @@ BAD_ORDERS: list[tuple[str, dict[str, Any], int]] = [
     ("lookup", {}, 400),
     ("query_instance", {"ip": 7}, 400),
     ("check_finish", {"event_id": "compress-7"}, 400),
-    ("move", {}, 404),
+    ("move", {}, 400),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvhold.core.keys import Namespace
 from kvhold.core.naming import Facts
 from kvhold.testing.cache import PLAIN, a_prompt, store
-from tests.control.running import RunningControl, running_control
+from tests.control.running import RunningControl, running_control, tokens_of
 from tests.node.nodes import RunningNode
 
 SPACE = Namespace(
@@ -129,6 +129,45 @@ async def test_a_tier_is_reencoded_by_a_job(
             status, problem = await control.own("POST", "/v1/jobs", order | wrong)
             assert status in (404, 409) and problem["detail"], wrong
         assert (await control.ask("GET", "/v1/jobs/99"))[0] == 404
+
+
+async def test_a_prompt_is_moved_by_a_job(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    settings = tmp_path / "kvhold.toml"
+    settings.write_text(f'tiers = ["disk://{tmp_path}/disk?max_bytes=64MiB"]\n')
+    node = start_node("--config", str(settings))
+    client, prompt, other = node.client(), a_prompt(SPACE, 64), a_prompt(SPACE, 64, seed=7)
+    client.register(SPACE)
+    for one in (prompt, other):
+        store(client, one)
+    order = {"namespace": DIGITS[:8], "tokens": tokens_of(prompt), "tier": "disk"}
+    async with running_control(node.path) as control:
+        for copy, dropped in ((True, 0), (False, 4)):
+            status, job = await control.own("POST", "/v1/move", order | {"copy": copy})
+            assert (status, job["kind"]) == (201, "copy" if copy else "move"), job
+            progress = await _until_done(control, job["number"])
+            assert (progress["copied"], progress["dropped"], progress["failed"]) == (4, dropped, 0)
+        assert (await control.ask("GET", "/v1/status"))[1]["chunks"] == 4
+        _, found = await control.own("POST", "/v1/lookup", {k: order[k] for k in list(order)[:2]})
+        assert found["sources"] == {"disk": 64}
+        status, found = await control.own("DELETE", f"/v1/jobs/{job['number']}")
+        assert (status, found["progress"]) == (200, progress)
+        for wrong, expected in (({"tier": "none"}, 409), ({"tokens": None}, 400)):
+            status, problem = await control.own("POST", "/v1/move", order | wrong)
+            assert status == expected and problem["detail"], wrong
+        move = {
+            "old_position": [DIGITS, "LocalCPUBackend"],
+            "new_position": [DIGITS, "LocalDiskBackend"],
+            "tokens": tokens_of(other),
+        }
+        status, found = await control.own("POST", "/move", move)
+        assert status == 200 and found["event_id"] == "move-3"
+        assert (await _until_done(control, 3))["dropped"] == 4
+        event = {"event_id": "move-3"}
+        assert await control.own("POST", "/check_finish", event) == (200, {"status": "done"})
+        for elsewhere in ({"old_position": [DIGITS, "disk"]}, {"new_position": ["ff", "disk"]}):
+            assert (await control.own("POST", "/move", move | elsewhere))[0] == 409, elsewhere
 
 
 async def test_the_node_is_stopped(start_node: Callable[..., RunningNode]) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from kvhold.control.advice import ReasonRow, reason_rows
 from kvhold.control.checksums import PromptChecksums, checksums_of
 from kvhold.control.history import HistoryAnswer
-from kvhold.control.jobs import JobRequest, JobRow, Jobs
+from kvhold.control.jobs import JobRequest, JobRow, Jobs, MoveRequest
 from kvhold.control.node import ControlledNode
 from kvhold.control.pins import PinRequest, PinRow, PromptPins
 from kvhold.control.recorder import Recorder
@@ -116,6 +116,17 @@ class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
 
     ttl_s: float = 600.0
     owner: Annotated[str, msgspec.Meta(max_length=100)] = ""
+
+
+class MoveOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
+    """A prompt whose chunks go from memory to a tier, as tokens, as text or as messages.
+
+    tier: its name, as in the status
+    copy: memory keeps them
+    """
+
+    tier: str = ""
+    copy: bool = False
 
 
 class CachedAnswer(TypedDict):
@@ -373,6 +384,10 @@ class ControlApi:
         elif request.namespace:
             namespace = await self._node.call(lambda client: find_digest(client, request.namespace))
         return await self._jobs.begin(JobRequest(request.tier, request.codec, namespace, query))
+
+    async def move(self, order: MoveOrder) -> JobRow:
+        _, query = await self._prompt(order)
+        return await self._jobs.begin(MoveRequest(order.tier, query, order.copy))
 
     async def jobs(self) -> JobsAnswer:
         return {"jobs": await self._jobs.rows()}

@@ -1,28 +1,46 @@
-"""Jobs: re-encodings in the node."""
+"""Jobs: re-encodings and copies in the node."""
 
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
-from typing import TypedDict, cast
+from typing import ClassVar, TypedDict, cast
 
 import msgspec
 
 from kvhold.control.node import ControlledNode
 from kvhold.control.refusals import ControlRefusal
-from kvhold.core.api import Reencoding
+from kvhold.core.api import Copying, Reencoding
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Query
+from kvhold.node import NodeClient
 
 _MOST_RUNNING = 16
 _MOST_KEPT = 256
 
 
-class JobProgress(TypedDict):
-    """Chunks so far, as in `ReencodeProgress`."""
+class JobEnd(TypedDict):
+    """How a job ended.
+
+    done:    it has ended
+    stopped: why early; else empty
+    """
 
     done: bool
     stopped: str
+
+
+class JobProgress(JobEnd, total=False):
+    """Chunks so far. A re-encoding has the fields of `ReencodeProgress`.
+
+    copied:  of a copy: the tier has them now
+    dropped: of a move: removed from memory; others were in use
+    bytes:   of `copied`, in memory
+    """
+
+    copied: int
+    dropped: int
+    bytes: int
     seen: int
     replaced: int
     over_budget: int
@@ -40,14 +58,16 @@ class JobRow(TypedDict):
     """A job.
 
     number:    its number
-    tier:      whose chunks are re-encoded
-    codec:     their new codec
+    kind:      reencode, copy or move
+    tier:      whose chunks are re-encoded, or to which chunks go
+    codec:     their new codec; empty: of the tier
     namespace: digest of the only namespace; empty: all
     began_s:   Unix time
     progress:  chunks so far; `done` and `stopped` say how it ended
     """
 
     number: int
+    kind: str
     tier: str
     codec: str
     namespace: str
@@ -66,35 +86,61 @@ class JobRequest:
     namespace: bytes | None
     query: Query | None = None
 
+    kind: ClassVar[str] = "reencode"
+
+    def begin(self, client: NodeClient) -> Reencoding:
+        return client.reencode(self.tier, self.codec, namespace=self.namespace, query=self.query)
+
+
+@dataclass(frozen=True)
+class MoveRequest:
+    tier: str
+    query: Query
+    copy: bool
+
+    codec: ClassVar[str] = ""
+
+    @property
+    def kind(self) -> str:
+        return "copy" if self.copy else "move"
+
+    @property
+    def namespace(self) -> bytes:
+        return self.query.namespace
+
+    def begin(self, client: NodeClient) -> Copying:
+        return client.copy(self.tier, self.query, drop=not self.copy)
+
 
 @dataclass
 class _Job:
     number: int
-    request: JobRequest
-    reencoding: Reencoding
+    request: JobRequest | MoveRequest
+    work: Reencoding | Copying
     began_s: float = field(default_factory=time.time)
 
     def refresh(self) -> "_Job":
         try:
-            self.reencoding.refresh()
+            self.work.refresh()
         except KVHoldError as error:
             self.end(f"the node is lost: {error}")
         return self
 
     def end(self, why: str) -> None:
-        progress = self.reencoding.progress
-        if not progress.done:
-            self.reencoding.close()
-            self.reencoding.progress = msgspec.structs.replace(progress, done=True, stopped=why)
+        if not self.work.progress.done:
+            self.work.close()
+            ended = msgspec.structs.replace(self.work.progress, done=True, stopped=why)
+            self.work.progress = ended
 
     def row(self) -> JobRow:
         return {
             "number": self.number,
+            "kind": self.request.kind,
             "tier": self.request.tier,
             "codec": self.request.codec,
             "namespace": (self.request.namespace or b"").hex(),
             "began_s": self.began_s,
-            "progress": cast(JobProgress, msgspec.structs.asdict(self.reencoding.progress)),
+            "progress": cast(JobProgress, msgspec.structs.asdict(self.work.progress)),
         }
 
 
@@ -106,27 +152,23 @@ class Jobs:
         self._numbers = count(1)
         self._jobs: dict[int, _Job] = {}
 
-    async def begin(self, request: JobRequest) -> JobRow:
+    async def begin(self, request: JobRequest | MoveRequest) -> JobRow:
         """Raises ControlRefusal."""
         await self.rows()
-        running = sum(not job.reencoding.progress.done for job in self._jobs.values())
+        running = sum(not job.work.progress.done for job in self._jobs.values())
         if running >= _MOST_RUNNING:
             raise ControlRefusal(
                 HTTPStatus.TOO_MANY_REQUESTS, "busy", f"{running} jobs are running or waiting"
             )
-        reencoding = await self._node.call(
-            lambda client: client.reencode(
-                request.tier, request.codec, namespace=request.namespace, query=request.query
-            )
-        )
-        job = _Job(next(self._numbers), request, reencoding)
+        work: Reencoding | Copying = await self._node.call(request.begin)
+        job = _Job(next(self._numbers), request, work)
         self._jobs[job.number] = job
         self._drop_old()
         return job.row()
 
     async def rows(self) -> list[JobRow]:
         """The latest first."""
-        running = [job for job in self._jobs.values() if not job.reencoding.progress.done]
+        running = [job for job in self._jobs.values() if not job.work.progress.done]
         if running:
             await self._node.call(lambda _: [job.refresh() for job in running])
         return [job.row() for job in reversed(self._jobs.values())]
@@ -138,7 +180,7 @@ class Jobs:
         return job.row()
 
     async def cancel(self, number: int) -> JobRow:
-        """Finished chunks stay re-encoded. Raises ControlRefusal."""
+        """Finished chunks stay as they are. Raises ControlRefusal."""
         job = self._find(number)
         await self._node.call(lambda _: job.refresh().end("cancelled"))
         return job.row()
@@ -149,6 +191,6 @@ class Jobs:
         return self._jobs[number]
 
     def _drop_old(self) -> None:
-        ended = [job.number for job in self._jobs.values() if job.reencoding.progress.done]
+        ended = [job.number for job in self._jobs.values() if job.work.progress.done]
         for number in ended[: max(0, len(self._jobs) - _MOST_KEPT)]:
             del self._jobs[number]

@@ -17,6 +17,7 @@ from kvhold.control.api import (
     MOST_TTL_S,
     ClearOrder,
     ControlApi,
+    MoveOrder,
     PinOrder,
     PromptOrder,
     ReencodeOrder,
@@ -86,6 +87,21 @@ class LMCacheCompress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     location: str
     tokens: list[int] | None = None
+
+
+class LMCacheMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt to move from memory to a tier: each position is an instance and a location.
+
+    old_position: a namespace, and LocalCPUBackend
+    new_position: the same namespace, and a tier's name; LocalDiskBackend: the only one on a disk
+    tokens:       the prompt's
+    copy:         memory keeps it
+    """
+
+    old_position: tuple[str, str]
+    new_position: tuple[str, str]
+    tokens: list[int]
+    copy: bool = False
 
 
 class LMCacheHealth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,6 +207,17 @@ async def lmcache_decompress(api: ControlApi, order: LMCacheCompress) -> LMCache
     return await _reencode(api, order, "decompress", "raw")
 
 
+async def lmcache_move(api: ControlApi, order: LMCacheMove) -> LMCacheTokens:
+    instance, location = order.old_position
+    if order.new_position[0] != instance:
+        raise _refused("new_position has another instance: a prompt stays in its namespace")
+    if location not in _MEMORY:
+        raise _refused(f"location {location[:40]!r}: prompts are moved from {_MEMORY[0]}")
+    tier = await _tier_of(api, order.new_position[1])
+    job = await api.move(MoveOrder(instance, order.tokens, tier=tier, copy=order.copy))
+    return {"event_id": f"move-{job['number']}", "num_tokens": 0}
+
+
 async def lmcache_health(api: ControlApi, order: LMCacheHealth) -> LMCacheWorkers:
     facts = await api.namespace(order.instance_id)
     await api.ready()
@@ -199,13 +226,13 @@ async def lmcache_health(api: ControlApi, order: LMCacheHealth) -> LMCacheWorker
 
 
 async def lmcache_check_finish(api: ControlApi, order: LMCacheCheckFinish) -> LMCacheStatus:
-    found = re.fullmatch(r"(?:compress|decompress)-([0-9]{1,10})", order.event_id)
+    found = re.fullmatch(r"(?:compress|decompress|move)-([0-9]{1,10})", order.event_id)
     if found is None:
         raise ControlRefusal(
             HTTPStatus.NOT_FOUND,
             "no_event",
-            "only compress and decompress go on after their answers; everything else has finished "
-            "by then",
+            "only compress, decompress and move go on after their answers; everything else has "
+            "finished by then",
         )
     progress = (await api.job(int(found[1])))["progress"]
     return {"status": progress["stopped"] or ("done" if progress["done"] else "running")}
@@ -336,6 +363,15 @@ LMCACHE_ROUTES = (
         LMCacheTokens,
         lmcache_decompress,
         body=LMCacheCompress,
+    ),
+    Route(
+        "POST",
+        "/move",
+        ControlRole.OPERATE,
+        "As LMCache: begin to move a prompt to a tier.",
+        LMCacheTokens,
+        lmcache_move,
+        body=LMCacheMove,
     ),
     Route(
         "POST",
