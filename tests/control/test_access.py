@@ -27,6 +27,7 @@ BODIES: dict[str, Any] = {
     "flush": {"timeout_s": 0},
     "reencode": {"tier": "none", "codec": "raw"},
     "lookup": {"namespace": "00", "tokens": []},
+    "change_settings": {},
     "move": {"namespace": "00", "tokens": [], "tier": "none"},
     "prefetch": {"namespace": "00", "tokens": []},
     "pin": {"namespace": "00", "tokens": []},

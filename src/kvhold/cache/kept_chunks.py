@@ -52,7 +52,7 @@ class KeptChunks(Generic[Keeper]):
 
     def free_bytes(self, namespace: bytes) -> int:
         capacity_bytes = self._ram.capacity_bytes
-        quota_bytes = self._ram.quota_bytes or capacity_bytes
+        quota_bytes = self._ram.limits.of(namespace) or capacity_bytes
         return min(
             (self._max_bytes or capacity_bytes // _SHARE) - self._all_bytes,
             quota_bytes // _SHARE - self._bytes_by.get(namespace, 0),

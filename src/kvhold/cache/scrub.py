@@ -24,7 +24,7 @@ class Scrubber:
         """post: runs a call under the state's lock or in its loop"""
         self._state = state
         self._post = post
-        self._interval_s = interval_s
+        self.interval_s = interval_s
         self._parts: Iterator[list[Entry]] = iter(())
         self._waiting: list[Entry] = []
         self._taken: SimpleQueue[list[Entry] | None] = SimpleQueue()
@@ -34,7 +34,7 @@ class Scrubber:
         self._pass_bytes = 0
 
     def start(self) -> Self:
-        if self._interval_s:
+        if self.interval_s:
             self._thread = threading.Thread(target=self._run, name="kvhold-scrub", daemon=True)
             self._thread.start()
         return self
@@ -47,7 +47,7 @@ class Scrubber:
 
     def status(self) -> ScrubStatus:
         return {
-            "interval_s": self._interval_s,
+            "interval_s": self.interval_s,
             "passes": self._passes,
             "pass_bytes": self._pass_bytes,
         }
@@ -65,9 +65,9 @@ class Scrubber:
     def pause_s(self, nbytes: int | None) -> float:
         """None: before the first step."""
         if nbytes is None:
-            return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
+            return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self.interval_s / 100))
         return max(
-            nbytes / _MOST_BYTES_S, self._interval_s * nbytes / max(1, self._state.ram.used_bytes)
+            nbytes / _MOST_BYTES_S, self.interval_s * nbytes / max(1, self._state.ram.used_bytes)
         )
 
     def take(self) -> list[Entry] | None:

@@ -27,7 +27,7 @@ from kvhold.cache.query_limits import check_query
 from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.retains import Retains
 from kvhold.cache.transfer.commands import ClearCommand, Command
-from kvhold.cache.transfer.copies import Copies, CopyRequest
+from kvhold.cache.transfer.copies import CopyRequest, PromptCopies
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.use_queue import UseQueue
@@ -53,6 +53,7 @@ from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.core.tracing import TraceContext
 from kvhold.memory.arena import Arena
 from kvhold.tiers.base import Origin
+from kvhold.tiers.memory_limits import MemoryLimits
 from kvhold.tiers.policies import Policy, make_policy
 from kvhold.tiers.ram import ADMITTED, Entry, RamTier
 from kvhold.tiers.stack import TierPlace
@@ -132,7 +133,7 @@ class CacheState:
         give_command, pins = self._give_command, Pins(ram, self._chores)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self.reencodings = Reencodings(give_command)
-        self.copies = Copies(
+        self.copies = PromptCopies(
             ram, give_command, run=self._chores.run, tenant_of=self.reencodings.tenant_of
         )
         self.uses = UseQueue(metrics, give_command)
@@ -366,6 +367,19 @@ class CacheState:
         number = next(self._numbers)
         self.copies.begin(number, owner, request, layout, num_keys)
         return number
+
+    @property
+    def write_behind_bytes(self) -> int:
+        return self._writes.limit_bytes
+
+    @write_behind_bytes.setter
+    def write_behind_bytes(self, limit_bytes: int) -> None:
+        self._writes.limit_bytes = limit_bytes
+
+    def limit_memory(self, limits: MemoryLimits) -> None:
+        """Evict down to the limits. Chunks in use stay."""
+        self.ram.limits = limits
+        self._chores.add(self.ram.shrink())
 
     def step(self, units: int | None = None) -> bool:
         return self._chores.step(self.turn_units if units is None else units, self.turn_s)

@@ -30,6 +30,7 @@ _COMMANDS = {
     "unpin": ("kvhold.cli.unpin", "End a pin."),
     "move": ("kvhold.cli.move", "Move or copy a prompt's KV from memory to a tier."),
     "clear": ("kvhold.cli.clear", "Forget the KV of a prompt, of a namespace, or all of it."),
+    "settings": ("kvhold.cli.settings", "Show or change settings of the running node."),
     "probe": ("kvhold.cli.probe", "Ask whether the node works, by an exit code."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "List the kinds of tiers and their settings."),

@@ -2,7 +2,7 @@
 
 import time
 from http import HTTPStatus
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
@@ -23,6 +23,7 @@ from kvhold.control.rows import (
     namespace_row,
 )
 from kvhold.control.tokenizing import MOST_CHARACTERS, MOST_MESSAGES, ChatMessage, PromptTokenizers
+from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, Namespace, Query
 from kvhold.core.planning import MOST_NAME, Decision
 from kvhold.core.status import NodeStatus, check_status
@@ -199,6 +200,12 @@ class ClearAnswer(TypedDict):
     chunks: int
 
 
+class SettingsAnswer(TypedDict):
+    """settings: those that a running node may change, by name"""
+
+    settings: dict[str, Any]
+
+
 class FlushAnswer(TypedDict):
     """done: all was written or given up in time"""
 
@@ -364,6 +371,24 @@ class ControlApi:
             )
         )
         return {"chunks": removed}
+
+    async def settings(self) -> SettingsAnswer:
+        return {"settings": await self._node.call(lambda client: client.settings())}
+
+    async def change_settings(self, changes: dict[str, Any]) -> SettingsAnswer:
+        def change(client: NodeClient) -> dict[str, Any]:
+            quotas = changes.get("namespace_quotas")
+            if isinstance(quotas, dict):
+                by_digest = {
+                    find_digest(client, digits).hex(): nbytes for digits, nbytes in quotas.items()
+                }
+                return client.settings(changes | {"namespace_quotas": by_digest})
+            return client.settings(changes)
+
+        try:
+            return {"settings": await self._node.call(change)}
+        except ProtocolError as error:  # such as a number of more than 64 bits
+            raise _bad(str(error)) from None
 
     async def flush(self, request: FlushOrder) -> FlushAnswer:
         if not 0 <= request.timeout_s <= _MOST_FLUSH_S:

@@ -1,5 +1,7 @@
 """The table of the API's routes, for the server and the OpenAPI document."""
 
+from typing import Any
+
 from kvhold.control import api
 from kvhold.control.access import ControlRole
 from kvhold.control.checksums import PromptChecksums
@@ -136,6 +138,23 @@ ROUTES = (
         api.ClearAnswer,
         _API.clear,
         body=api.ClearOrder,
+    ),
+    Route(
+        "GET",
+        "/v1/settings",
+        ControlRole.READ,
+        "The settings that may change now.",
+        api.SettingsAnswer,
+        _API.settings,
+    ),
+    Route(
+        "PATCH",
+        "/v1/settings",
+        ControlRole.ADMINISTER,
+        "Change settings of the running node, all or none.",
+        api.SettingsAnswer,
+        _API.change_settings,
+        body=dict[str, Any],
     ),
     Route(
         "POST",

@@ -386,6 +386,12 @@ class Report(Message, frozen=True):
     values: dict[str, Any]
 
 
+class ChangeSettings(Message, frozen=True):
+    """Change settings of the running node; empty: none. -> Report, all that may change"""
+
+    changes: dict[str, Any] = {}
+
+
 class FindLayout(Message, frozen=True):
     """Of a namespace, by its digest. -> FoundLayout"""
 
@@ -521,6 +527,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Snapshot,
     Events,
     Status,
+    ChangeSettings,
     FindLayout,
     Measure,
     Clients,

@@ -1,7 +1,8 @@
 """The calls of a node's client that operators make."""
 
 from abc import abstractmethod
-from typing import TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 from kvhold.core.api import Copying, CopyProgress, ReencodeProgress, Reencoding
 from kvhold.core.arrays import WholePrompts
@@ -130,6 +131,12 @@ class OperatorCalls(WholePrompts):
     def status(self, *, deadline_s: float | None = None) -> NodeStatus:
         """Return the status, unchecked (see `check_status`)."""
         return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
+
+    def settings(
+        self, changes: Mapping[str, Any] | None = None, *, deadline_s: float | None = None
+    ) -> dict[str, Any]:
+        """Change settings of the running node. Return those that may change."""
+        return self._call(m.ChangeSettings(dict(changes or {})), m.Report, deadline_s).values
 
     def layout_of(self, namespace: bytes, *, deadline_s: float | None = None) -> Layout | None:
         """Return a namespace's layout, by its digest; None: the node does not know it."""

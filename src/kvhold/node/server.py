@@ -35,6 +35,7 @@ from kvhold.node.channel import plan_channel
 from kvhold.node.connection import ClientConnection
 from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.listener import Listener
+from kvhold.node.live_settings import LiveSettings
 from kvhold.node.names import Names
 from kvhold.node.otel import make_tracer
 from kvhold.node.paths import clears_path, socket_path
@@ -97,6 +98,7 @@ class Node:
             self._announce_clears(self._peers.use(self._tier_worker))
         self._toucher = Toucher(self.arena.regions)
         self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
+        self.settings = LiveSettings(config, self.state, self._scrubber)
         self._starting: threading.Event | None = None
 
     def _prepare(self, config: Config, arena: Arena, state: CacheState) -> None:
@@ -347,7 +349,7 @@ class Node:
 
     def _end_tier_worker(self) -> None:
         if self._tier_worker is not None:
-            self._tier_worker.close(drain_timeout_s=self._config.drain_timeout_s)
+            self._tier_worker.close(drain_timeout_s=self.settings.drain_timeout_s)
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> Listener:
         sock = bind_own(self.path)

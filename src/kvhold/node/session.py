@@ -18,6 +18,7 @@ from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.core.status import NodeStatus
 from kvhold.net import messages as m
 from kvhold.net.offsets import pack
+from kvhold.node.live_settings import LiveSettings
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
@@ -54,6 +55,7 @@ class _Snapshot:
 
 class SessionNode(Protocol):
     names: Names
+    settings: LiveSettings
 
     def status(self) -> NodeStatus: ...
 
@@ -120,6 +122,7 @@ class Session:
             m.Snapshot: self._snapshot,
             m.Events: self._events,
             m.Status: self._report,
+            m.ChangeSettings: self._settings,
             m.FindLayout: self._find_layout,
             m.Measure: self._measure,
             m.Clients: self._clients,
@@ -350,6 +353,11 @@ class Session:
 
     def _report(self, request: m.Status) -> m.Answer:
         return m.Report(dict(self._node.status()))
+
+    def _settings(self, request: m.ChangeSettings) -> m.Answer:
+        if request.changes:
+            self._node.settings.change(request.changes)
+        return m.Report(self._node.settings.values())
 
     def _find_layout(self, request: m.FindLayout) -> m.Answer:
         return m.FoundLayout(self._state.layout_of(request.namespace))

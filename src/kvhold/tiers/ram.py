@@ -20,6 +20,7 @@ from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SlabAllocator, ZonedSlabs, size_class
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
+from kvhold.tiers.memory_limits import MemoryLimits
 from kvhold.tiers.policies import Policy
 from kvhold.tiers.table import SPREAD, KeyTable
 
@@ -112,7 +113,7 @@ class RamTier:
         )
         self._policy = policy
         self._metrics = metrics
-        self._quota_bytes = quota_bytes
+        self.limits = MemoryLimits(namespace_bytes=quota_bytes)
         self._clock = clock
         self._entries: KeyTable[Entry] = KeyTable()
         self._num_by: dict[bytes, int] = {}
@@ -141,10 +142,6 @@ class RamTier:
     @property
     def capacity_bytes(self) -> int:
         return self._slabs.capacity
-
-    @property
-    def quota_bytes(self) -> int:
-        return self._quota_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -507,7 +504,7 @@ class RamTier:
         self, namespace: bytes, sizes: list[int], wanted: bytes | None, zone: int | None
     ) -> list[int] | None:
         needed = sum(sizes)
-        if needed > self._slabs.capacity or not self._make_quota(namespace, needed, wanted):
+        if needed > self._slabs.capacity or not self._keep_limits(namespace, needed, wanted):
             return None
         tries = 0
         while (offsets := self._slabs.allocate_all(sizes, zone)) is None:
@@ -521,11 +518,26 @@ class RamTier:
                 zone = None
         return offsets
 
-    def _make_quota(self, namespace: bytes, needed: int, wanted: bytes | None) -> bool:
-        if not self._quota_bytes:
-            return True
-        over = self._used_by.get(namespace, 0) + needed - self._quota_bytes
-        return over <= 0 or (needed <= self._quota_bytes and self._evict(over, namespace, wanted))
+    def _keep_limits(self, namespace: bytes, needed: int, wanted: bytes | None) -> bool:
+        for of in (namespace, None):
+            limit, over = self._limit(of), self._over(of) + needed
+            if limit and over > 0 and (needed > limit or not self._evict(over, of, wanted)):
+                return False
+        return True
+
+    def shrink(self) -> Iterator[int]:
+        """Evict down to the limits. Yields the cost of each step (`cache/chores.py`)."""
+        for of in (None, *self._used_by):
+            yield 1
+            while self._limit(of) and self._over(of) > 0 and self._evict(1, of):
+                yield _REMOVE_UNITS
+
+    def _limit(self, namespace: bytes | None) -> int:
+        return self.limits.total_bytes if namespace is None else self.limits.of(namespace)
+
+    def _over(self, namespace: bytes | None) -> int:
+        used = self.used_bytes if namespace is None else self.used_bytes_of(namespace)
+        return used - self._limit(namespace)
 
     def _is_continued(self, parent: bytes | None) -> None:
         if parent is None:

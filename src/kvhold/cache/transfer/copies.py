@@ -57,7 +57,7 @@ class _Copy:
     progress: CopyProgress = field(default_factory=CopyProgress)
 
 
-class Copies:
+class PromptCopies:
     def __init__(
         self,
         ram: RamTier,

@@ -19,7 +19,7 @@ class TierCopier:
         report: Callable[[int, list[bool], str], None],
     ) -> None:
         """is_barred: another host has cleared the key
-        report:    see `Copies.copied`
+        report:    see `PromptCopies.copied`
         """
         self._stack = stack
         self._write_behind = write_behind

@@ -26,7 +26,7 @@ class WriteQueue:
         self._ram = ram
         self._metrics = metrics
         self._give_command = give_command
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         # oldest first; a plain dict finds its first key slowly
         self._held: OrderedDict[int, Entry] = OrderedDict()
         self._last = 0
@@ -53,7 +53,7 @@ class WriteQueue:
     ) -> None:
         if self._ram.is_doomed(entry):
             return
-        if self.queued_bytes + entry.nbytes > self._limit_bytes:
+        if self.queued_bytes + entry.nbytes > self.limit_bytes:
             self._drop()
             return
         self._ram.hold(entry)
@@ -66,7 +66,7 @@ class WriteQueue:
         entry = self._held.pop(number)
         self.queued_bytes -= entry.nbytes
         self._ram.unpin(entry)
-        if self.queued_bytes < self._limit_bytes // 2:
+        if self.queued_bytes < self.limit_bytes // 2:
             self._dropping = False
 
     def _drop(self) -> None:
