@@ -125,6 +125,37 @@ def test_a_tier_that_is_only_read_hides_it_also_after_a_restart(
             assert (found(cache, PROMPT), chunks(place), pending(cache)) == (0, 4, 0)
 
 
+def test_a_shared_tier_is_deleted_from_until_no_late_write_can_come(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_clears, "_LATE_S", 3600.0)
+    url = place.shared_url(breaker_pause_s=0.01)
+    with cache_over(url, plugins=PLUGINS, client={"arrival_timeout_s": 0.5}) as cache:
+        place.faults = {"put": DOWN["put"]}
+        store(cache, PROMPT)
+        settle(cache)
+        place.faults = {}
+        eventually(lambda: cache.status()["tiers"][0]["available"])
+        cache.clear_prompt(PROMPT.query())
+        store(cache, PROMPT)
+        settle(cache)
+        eventually(lambda: not chunks(place))
+        assert pending(cache) == 4
+
+
+def test_of_too_many_hidden_chunks_the_namespace_is_cleared(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_clears, "_MOST_CHUNKS", 3)
+    with cache_over(place.url()) as cache:
+        for one in (PROMPT, OTHER):
+            store(cache, one)
+        settle(cache)
+        cache.clear_prompt(PROMPT.query())
+        eventually(lambda: not pending(cache))
+        assert (chunks(place), found(cache, PROMPT), found(cache, OTHER)) == (0, 0, 64)
+
+
 def test_a_later_clear_of_the_namespace_ends_it(place: Place) -> None:
     with cache_over(place.shared_url(breaker_pause_s=0.01), plugins=PLUGINS) as cache:
         store(cache, PROMPT)

@@ -36,12 +36,15 @@ _MOST_CHUNKS = 50_000  # more become a clear of their namespace
 
 @dataclass(eq=False)
 class _Hidden:
-    """is_due: earlier writes have ended, so it may be deleted"""
+    """due_s:  when earlier writes had ended, so that it may be deleted; None: not yet
+    sure_s: from then on, no earlier write is applied
+    """
 
     last_key: bytes
     number: int
     since_s: float
-    is_due: bool = False
+    due_s: float | None = None
+    sure_s: float = 0.0
 
     def every_key(self) -> Iterator[bytes]:
         name, last = self.last_key[:NAME_BYTES], split_key(self.last_key)
@@ -100,17 +103,15 @@ class ChunkClears:
             await self._guard.end_clear(pending_clear)
         if self._stays_hidden:
             return
-        for hidden in self._numbered(number):
-            hidden.is_due = True
+        self._fall_due(number)
         await self._remove()
         self._retry_later(self._guard.config.breaker_pause_s)
 
     def resume(self, journal: ClearsJournal) -> None:
         self._journal = journal
         number = self.begin(journal.pending_chunks(self._guard.place))
-        for hidden in self._numbered(number):
-            hidden.is_due = True
-            self._guard.unsure_write_s = now()  # of the earlier process
+        self._guard.unsure_write_s = now()  # of the earlier process
+        self._fall_due(number)
         if not self._stays_hidden:
             self._retry_later(0.0)
 
@@ -139,24 +140,30 @@ class ChunkClears:
     def _numbered(self, number: int) -> list[_Hidden]:
         return [hidden for hidden in self._hidden.values() if hidden.number == number]
 
+    def _fall_due(self, number: int) -> None:
+        late_s = _LATE_S if self._guard.traits.shared else 0.0
+        for hidden in self._numbered(number):
+            hidden.due_s, hidden.sure_s = now(), self._guard.unsure_write_s + late_s
+
     def _due(self) -> list[_Hidden]:
-        return [hidden for hidden in self._hidden.values() if hidden.is_due]
+        return [hidden for hidden in self._hidden.values() if hidden.due_s is not None]
 
     async def _remove(self) -> None:
         """Keep the chunks hidden after a fault, and while a late write may appear."""
         async with self._removing:
             due, guard = self._due(), self._guard
-            may_appear = guard.has_late_writes() or (
-                guard.traits.shared and now() < guard.unsure_write_s + _LATE_S
-            )
+            sure = [
+                hidden
+                for hidden in due
+                if hidden.sure_s <= now() and not guard.has_late_writes(hidden.due_s or 0.0)
+            ]
             keys = chain.from_iterable(hidden.every_key() for hidden in due)
             while batch := list(islice(keys, _KEYS_AT_ONCE)):
                 async with guard.gate.turn(Urgency.DELETE):
                     if not await self._are_gone(batch):
                         return
-            if due and not may_appear:
-                async with self._journal_turn:
-                    await self._forget(due)
+            async with self._journal_turn:
+                await self._forget(sure)
 
     async def _are_gone(self, keys: list[bytes]) -> bool:
         guard = self._guard
