@@ -27,7 +27,7 @@ from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TTL_S, StoreOptions
 from kvhold.core.tracing import TraceContext
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
