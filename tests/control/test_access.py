@@ -218,7 +218,8 @@ async def test_sizes_and_parameters_are_bounded(node: RunningNode) -> None:
     async with running_control(node.path, max_body_bytes=1000) as control:
         for route in ROUTES:
             if route.body is not None:
-                status, problem = await control.own("POST", route.path, {"namespace": "0" * 2000})
+                large = {"namespace": "0" * 2000}
+                status, problem = await control.own(route.method, route.path, large)
                 assert (status, problem["reason"]) == (413, "too_large"), route.path
         assert (await control.ask("GET", "/v1/status?x=1"))[1]["reason"] == "bad_request"
         assert (await control.ask("GET", "/v1/jobs/-1"))[1]["reason"] == "bad_request"
