@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from tools.setup_env import (
+    DYNAMO,
     IMPORTED_BY_SGLANG,
     SGLANG,
     TORCH,
@@ -19,9 +20,11 @@ from tools.setup_env import (
     PipError,
     Settings,
     SetupError,
+    bring_dynamo,
     bring_sglang,
     bring_torch,
     bring_vllm,
+    dynamo_folder,
     requirements_without,
     set_up,
     sglang_folder,
@@ -156,7 +159,8 @@ class EnvironmentWithATarget(EnvironmentWithFakePip):
         self.arguments = arguments
         super().install(*arguments)
         target = Path(arguments[arguments.index("--target") + 1])
-        (target / f"sglang-{SGLANG}.dist-info").mkdir(parents=True)
+        name = arguments[-1].replace("-", "_").replace("==", "-")
+        (target / f"{name}.dist-info").mkdir(parents=True)
 
 
 def test_sglang_comes_alone_and_into_a_folder_that_is_on_no_path(tmp_path: Path) -> None:
@@ -168,6 +172,18 @@ def test_sglang_comes_alone_and_into_a_folder_that_is_on_no_path(tmp_path: Path)
     env.arguments = ()
     assert bring_sglang(real(env), LINUX, with_vllm=True)
     assert env.arguments == ()
+
+
+def test_dynamos_indexer_comes_alone_and_goes_where_nobody_wants_it(tmp_path: Path) -> None:
+    env = EnvironmentWithATarget({f"ai-dynamo-runtime=={DYNAMO}"}, root=tmp_path)
+    assert bring_dynamo(real(env), LINUX)
+    assert "--no-deps" in env.arguments
+    assert [entry.name for entry in tmp_path.iterdir()] == [dynamo_folder(tmp_path).name]
+    env.arguments = ()
+    assert bring_dynamo(real(env), LINUX)
+    assert env.arguments == ()
+    assert not bring_dynamo(real(env), Settings(host="Linux x86_64", dynamo=False))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ and PIP_* variables).
 * A vLLM that the user has installed stays, with its torch.
 * SGLang requires GPU kernels and other versions than vLLM. Its tests need only Python and Rust, so
   it comes without dependencies, into a folder that is on no path.
+* So does Dynamo's indexer (75 MB), which wants an older pydantic than vLLM.
 
 KVHOLD_SETUP_VLLM=0              leave vLLM out; demo and tests use transformers alone
 KVHOLD_SETUP_VLLM=0.31.0         another release of vLLM
 KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  accept any build of torch
 KVHOLD_SETUP_SGLANG=0            leave SGLang and its tests out
+KVHOLD_SETUP_DYNAMO=0            leave Dynamo's indexer and its tests out
 """
 
 from __future__ import annotations
@@ -51,10 +53,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 SGLANG = "0.5.23"
+DYNAMO = "1.6.1"
 EXTRAS = "dev,docs,etcd,mooncake,nats,numba,proxy,s3,transformers,yaml"
 if platform.machine() == "x86_64" and sys.version_info < (3, 13):  # the only wheels
     EXTRAS += ",infinistore"
-NUM_STEPS = 6
+NUM_STEPS = 7
 STAMP = "kvhold-setup.stamp"
 WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
 IMPORTED_BY_SGLANG = ("gguf", "ipython", "orjson", "traitlets")
@@ -97,6 +100,7 @@ class Settings:
     vllm: str | None = VLLM
     allow_cuda_torch: bool = False
     sglang: bool = True
+    dynamo: bool = True
     host: str = f"{platform.system()} {platform.machine()}"
 
     @classmethod
@@ -108,6 +112,7 @@ class Settings:
             vllm=None if vllm == "0" else vllm,
             allow_cuda_torch=os.environ.get("KVHOLD_SETUP_ALLOW_CUDA_TORCH", "") == "1",
             sglang=os.environ.get("KVHOLD_SETUP_SGLANG", "") != "0",
+            dynamo=os.environ.get("KVHOLD_SETUP_DYNAMO", "") != "0",
         )
 
 
@@ -194,8 +199,11 @@ def set_up(root: Path, settings: Settings) -> None:
         bringing = beside.submit(bring_sglang, env, settings, with_vllm=vllm is not None)
         step(4, "kvhold and what it and vLLM require", lambda: bring_requirements(env, torch))
         sglang = step(5, "SGLang's interfaces, in a folder of their own", bringing.result)
+        dynamo = step(
+            6, "Dynamo's indexer, in a folder of its own", lambda: bring_dynamo(env, settings)
+        )
     step(
-        6,
+        7,
         "a look whether all of it can be imported",
         lambda: check_imports(env, with_vllm=vllm is not None),
     )
@@ -209,6 +217,8 @@ def set_up(root: Path, settings: Settings) -> None:
         print("Without vLLM the demo uses transformers, and the tests that need vLLM are skipped.")
     if not sglang:
         print("Without SGLang the tests with it are left out.")
+    if not dynamo:
+        print("Without Dynamo's indexer the tests with it are skipped.")
 
 
 def stamp_of(env: Environment, settings: Settings) -> str:
@@ -328,21 +338,35 @@ def bring_requirements(env: Environment, torch: str) -> None:
 
 def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bool:
     """Return whether it is in `sglang_folder`. It needs vLLM's requirements."""
-    folder = sglang_folder(env.root)
-    if not (settings.sglang and with_vllm):
+    return bring_apart(
+        env,
+        sglang_folder(env.root),
+        *IMPORTED_BY_SGLANG,
+        f"sglang=={SGLANG}",
+        wanted=settings.sglang and with_vllm,
+    )
+
+
+def bring_dynamo(env: Environment, settings: Settings) -> bool:
+    """Return whether it is in `dynamo_folder`. It needs the tests' uvloop and pydantic."""
+    package = f"ai-dynamo-runtime=={DYNAMO}"
+    return bring_apart(env, dynamo_folder(env.root), package, wanted=settings.dynamo)
+
+
+def bring_apart(env: Environment, folder: Path, *packages: str, wanted: bool) -> bool:
+    """Install packages without their requirements, and say whether they are in the folder.
+
+    The last one counts.
+    """
+    if not wanted:
         shutil.rmtree(folder, ignore_errors=True)
         return False
-    if (folder / f"sglang-{SGLANG}.dist-info").is_dir():
+    name, _, version = packages[-1].partition("==")
+    if (folder / f"{name.replace('-', '_')}-{version}.dist-info").is_dir():
         return True
     with tempfile.TemporaryDirectory(dir=env.root) as draft:  # whole or not at all
         try:
-            env.install(
-                "--no-deps",
-                "--target",
-                Path(draft, "new"),
-                *IMPORTED_BY_SGLANG,
-                f"sglang=={SGLANG}",
-            )
+            env.install("--no-deps", "--target", Path(draft, "new"), *packages)
         except PipError as error:
             if not error.found_nothing:
                 raise
@@ -354,6 +378,10 @@ def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bo
 
 def sglang_folder(root: Path) -> Path:
     return root / f"sglang-{SGLANG}"
+
+
+def dynamo_folder(root: Path) -> Path:
+    return root / f"dynamo-{DYNAMO}"
 
 
 def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:

@@ -23,7 +23,7 @@ SPACE = Namespace("model", LAYOUT)
 
 def test_requests_make_no_cycles_so_nothing_piles_up_while_the_collector_rests() -> None:
     state = new_state(Config(event_buffer=100), SimpleNamespace(nbytes=1 << 20))  # type: ignore[arg-type]
-    host: Any = SimpleNamespace(names=Names())
+    host: Any = SimpleNamespace(names=Names(), router_publisher=None)
     session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), host)
 
     def ask(request: m.Request) -> Any:

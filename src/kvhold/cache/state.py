@@ -394,7 +394,7 @@ class CacheState:
 
     def watch_chunks(self, tell: Callable[[str, Entry], None]) -> None:
         """tell: called with each change and its reason"""
-        self._changes.tell = tell
+        self._changes.watchers.append(tell)
 
     def layout_of(self, key: bytes) -> Layout | None:
         """Any thread."""

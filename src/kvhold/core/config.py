@@ -18,6 +18,7 @@ from typing import Any
 
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import ConfigError
+from kvhold.core.events_config import EventsConfig
 from kvhold.core.hints_config import HintsConfig
 from kvhold.core.otel_config import OtelConfig
 from kvhold.core.proxy_config import ProxyConfig
@@ -393,6 +394,7 @@ class Config:
     peers: ServePeersConfig = field(default_factory=ServePeersConfig)
     span: SpanConfig = field(default_factory=SpanConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     otel: OtelConfig = field(default_factory=OtelConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)

@@ -471,6 +471,21 @@ TABLE = {
             "Records on the peers' bus that were ignored: forged, unknown, size, protocol.",
         ),
         Metric(
+            "kvhold_router_events",
+            "counter",
+            "events",
+            ("kind",),
+            "KV cache events published for routers, by kind: stored, removed, cleared.",
+        ),
+        Metric(
+            "kvhold_router_losses",
+            "counter",
+            "losses",
+            ("reason",),
+            "Descriptions of chunks, changes and replays not used for routers, by reason: limit, "
+            "full, malformed, overflow, replay.",
+        ),
+        Metric(
             "kvhold_peer_served_chunks",
             "counter",
             "chunks",

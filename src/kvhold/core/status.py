@@ -347,7 +347,34 @@ class NodePeersStatus(TypedDict, total=False):
     served_peers: ServedPeersStatus
 
 
-class NodeStatus(CacheStatus, NodePeersStatus):
+class RouterEventsStatus(TypedDict):
+    """Events for routers.
+
+    publish:           the address
+    replay:            the address; empty: none
+    next_sequence:     number of the next batch
+    described_chunks:  those that can be announced
+    description_bytes: their memory
+    replay_bytes:      of the batches that are kept
+    waiting_changes:   not published yet
+    """
+
+    publish: str
+    replay: str
+    next_sequence: int
+    described_chunks: int
+    description_bytes: int
+    replay_bytes: int
+    waiting_changes: int
+
+
+class NodeEventsStatus(TypedDict, total=False):
+    """Absent without `events.publish`."""
+
+    router_events: RouterEventsStatus
+
+
+class NodeStatus(CacheStatus, NodePeersStatus, NodeEventsStatus):
     """A node.
 
     version:        of kvhold

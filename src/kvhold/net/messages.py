@@ -24,6 +24,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
+from kvhold.core.router_events import ChunkDescription
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TTL_S, StoreOptions
 from kvhold.core.tracing import TraceContext
 
@@ -57,6 +58,7 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """different: unmet requirements, as text
     run:       a random number per start of the node
+    publishes: events for routers, so it needs descriptions of chunks
     """
 
     version: int
@@ -67,6 +69,7 @@ class Welcome(Message, frozen=True):
     different: str = ""
     run: int = 0
     number: int = 0
+    publishes: bool = False
 
 
 class Register(Message, frozen=True):
@@ -378,6 +381,25 @@ class Happened(Message, frozen=True):
     more: bool = False
 
 
+class FindUndescribed(Message, frozen=True):
+    """Ask which chunks the node must know to publish events of them. -> Undescribed
+
+    names: joined, NAME_BYTES each
+    """
+
+    names: bytes
+
+
+class Undescribed(Message, frozen=True):
+    """at: positions of the chunks"""
+
+    at: list[int]
+
+
+class Describe(Message, frozen=True):
+    chunks: list[ChunkDescription]
+
+
 class Status(Message, frozen=True):
     """-> Report"""
 
@@ -526,6 +548,8 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Progress,
     Snapshot,
     Events,
+    FindUndescribed,
+    Describe,
     Status,
     ChangeSettings,
     FindLayout,
@@ -549,6 +573,7 @@ Answer = Union[  # noqa: UP007
     ReencodeStatus,
     CopyStatus,
     Happened,
+    Undescribed,
     Report,
     FoundLayout,
     MetricSamples,

@@ -44,6 +44,7 @@ from kvhold.core.tracing import TraceContext
 from kvhold.net import messages as m
 from kvhold.net.offsets import unpack
 from kvhold.node import forks
+from kvhold.node.describing import DescribesChunks
 from kvhold.node.link import Link
 from kvhold.node.membership import Departures, Duty, Membership
 from kvhold.node.notifier import Notifier
@@ -57,7 +58,7 @@ _TEND_S = 0.5
 _FLUSH_PAUSE_S = 0.05
 
 
-class NodeClient(OperatorCalls):
+class NodeClient(DescribesChunks, OperatorCalls):
     def __init__(
         self,
         path: Path,
@@ -72,12 +73,9 @@ class NodeClient(OperatorCalls):
 
         Raises NodeError: no node; NodeRefused: unmet requirements.
         """
-        self.path = path
-        self._config = config or ClientConfig()
+        self.path, self._config = path, config or ClientConfig()
         self.checks_memory = self._config.check_memory
-        self._name = name
-        self._requires = requires
-        self._revive = revive
+        self._name, self._requires, self._revive = name, requires, revive
         self._lock = threading.Lock()
         self._lost_at_s: float | None = None
         self._pid = os.getpid()

@@ -294,6 +294,7 @@ class ClientConnection(asyncio.BufferedProtocol):
                     different[:_MOST_SAID],
                     run=self._node.run,
                     number=self.number,
+                    publishes=self._node.router_publisher is not None,
                 )
             )
         except OSError as error:

@@ -21,8 +21,9 @@ from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
+from kvhold.core.events_config import EventsConfig
 from kvhold.core.metrics import Metrics, merged_samples
-from kvhold.core.status import NodePeersStatus, NodeStatus, TiersStatus
+from kvhold.core.status import NodeEventsStatus, NodePeersStatus, NodeStatus, TiersStatus
 from kvhold.core.tracing import Tracer
 from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena, Region, Toucher, default_arena_bytes
@@ -42,8 +43,10 @@ from kvhold.node.paths import clears_path, socket_path
 from kvhold.node.pauses import collect_all, collect_young
 from kvhold.node.peer_thread import PeerThread
 from kvhold.node.requirements import requirements_of
+from kvhold.node.router_publisher import RouterPublisher
 from kvhold.node.socket_lock import SocketLock, bind_own
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.ram import ADMITTED, Entry
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ _MOST_READ_BYTES = 256 << 10
 class Node:
     _tier_worker: TierWorker | None = None
     _peers: PeerThread | None = None
+    router_publisher: RouterPublisher | None = None
     _remote_memory: RemoteMemory | None = None
     _tracer: Tracer | None = None
 
@@ -84,6 +88,8 @@ class Node:
             if config.peers.listen:
                 self._peers = PeerThread(config.peers, self.state, self._post, plan=plan)
             with on_error(self._drop_peers):
+                self._publish_events(config.events)
+                publisher = self.router_publisher
                 self._tier_worker = make_tier_worker(
                     config,
                     self.state,
@@ -91,6 +97,7 @@ class Node:
                     clears_path(self.path) if config.tiers else None,
                     None if self._peers is None else self._peers.feed.note_on_disk,
                     plan,
+                    None if publisher is None else publisher.note,
                 )
             with on_error(self._drop_peers, self._end_tier_worker):
                 self._trace(config)
@@ -135,6 +142,8 @@ class Node:
             self._listener = self._listen(loop)
             if self._peers is not None:
                 self._peers.start()
+            if self.router_publisher is not None:
+                self.router_publisher.start()
             watch = loop.create_task(self._watch_clients())
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
@@ -162,6 +171,8 @@ class Node:
                 await loop.run_in_executor(None, self._tracer.close)
             if self._remote_memory is not None:
                 await loop.run_in_executor(None, self._remote_memory.close)
+            if self.router_publisher is not None:
+                await loop.run_in_executor(None, self.router_publisher.close)
             self.arena.close()
             self._lock.close()
 
@@ -179,7 +190,20 @@ class Node:
         if self._tracer is not None:
             self._tier_worker.trace(self._tracer, metrics)
 
+    def _publish_events(self, config: EventsConfig) -> None:
+        if not config.publish:
+            return
+        self.router_publisher = RouterPublisher(config, Metrics())
+
+        def note(what: str, entry: Entry) -> None:
+            if self.router_publisher is not None:
+                self.router_publisher.note(entry.key, 0, what == ADMITTED)
+
+        self.state.watch_chunks(note)
+
     def _drop_peers(self) -> None:
+        if self.router_publisher is not None:
+            self.router_publisher.close()
         if self._peers is not None:
             self._peers.close()
 
@@ -233,10 +257,14 @@ class Node:
         peers: NodePeersStatus = {}
         if self._peers is not None:
             peers = {"served_peers": self._peers.status()}
+        events: NodeEventsStatus = {}
+        if self.router_publisher is not None:
+            events = {"router_events": self.router_publisher.status()}
         return {
             **self.state.status(),
             **tiers,
             **peers,
+            **events,
             "version": __version__,
             "protocol": m.PROTOCOL_VERSION,
             "pid": os.getpid(),
@@ -268,6 +296,8 @@ class Node:
             sources += self._tier_worker.metrics
         if self._peers is not None:
             sources.append(self._peers.metrics)
+        if self.router_publisher is not None:
+            sources.append(self.router_publisher.metrics)
         return [
             m.MetricSample(sample.metric.name, sample.labels, sample.value, sample.counts)
             for sample in merged_samples(sources)

@@ -20,6 +20,7 @@ from kvhold.net import messages as m
 from kvhold.net.offsets import pack
 from kvhold.node.live_settings import LiveSettings
 from kvhold.node.names import Names
+from kvhold.node.router_publisher import RouterPublisher
 from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 400  # about 20,000 chunks
@@ -56,6 +57,7 @@ class _Snapshot:
 class SessionNode(Protocol):
     names: Names
     settings: LiveSettings
+    router_publisher: RouterPublisher | None
 
     def status(self) -> NodeStatus: ...
 
@@ -121,6 +123,8 @@ class Session:
             m.Progress: self._progress,
             m.Snapshot: self._snapshot,
             m.Events: self._events,
+            m.FindUndescribed: self._find_undescribed,
+            m.Describe: self._describe,
             m.Status: self._report,
             m.ChangeSettings: self._settings,
             m.FindLayout: self._find_layout,
@@ -350,6 +354,15 @@ class Session:
     def _events(self, request: m.Events) -> m.Answer:
         batch = self._state.events(request.after)
         return m.Happened(batch.events, batch.next, batch.lost)
+
+    def _find_undescribed(self, request: m.FindUndescribed) -> m.Answer:
+        publisher = self._node.router_publisher
+        return m.Undescribed([] if publisher is None else publisher.undescribed(request.names))
+
+    def _describe(self, request: m.Describe) -> m.Answer:
+        if self._node.router_publisher is not None:
+            self._node.router_publisher.describe(request.chunks)
+        return m.Done()
 
     def _report(self, request: m.Status) -> m.Answer:
         return m.Report(dict(self._node.status()))

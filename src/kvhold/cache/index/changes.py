@@ -15,7 +15,7 @@ class Changes:
         self._metrics = metrics
         self._evictions = evictions
         self._log = EventLog(event_buffer) if event_buffer else None
-        self.tell: Callable[[str, Entry], None] | None = None
+        self.watchers: list[Callable[[str, Entry], None]] = []
         """Called with each change, too."""
 
     @property
@@ -31,8 +31,8 @@ class Changes:
     def note(self, what: str, entry: Entry) -> None:
         if self._log is not None:
             self._log.add(what, entry)
-        if self.tell is not None:
-            self.tell(what, entry)
+        for tell in self.watchers:
+            tell(what, entry)
         if what in REASONS:
             self._evictions.add(entry.key, Reason(what))
         if what == CLEARED:

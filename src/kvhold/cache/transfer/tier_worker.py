@@ -473,8 +473,17 @@ def make_tier_worker(
     clears_file: Path | None = None,
     tell_disks: Callable[[bytes, int], None] | None = None,
     plan: ChannelPlan | None = None,
+    tell_places: Callable[[bytes, int, bool], None] | None = None,
 ) -> TierWorker | None:
-    """Return None without tiers. plan: of a tier of peers. Raises ConfigError."""
+    """Return None without tiers.
+
+    tell_disks:  called with each value that peers may read, and its bytes; 0: removed
+    plan:        of a tier of peers
+    tell_places: called with each value of this host's disks, the tier's number from 1 on, and
+                 whether it is there
+
+    Raises ConfigError.
+    """
     if not config.tiers:
         return None
     metrics = Metrics()
@@ -492,10 +501,8 @@ def make_tier_worker(
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     _teach(stack, state, config.policy)
-    if tell_disks is not None:
-        for guard in stack.guards:
-            if (changes := _own_values(guard)) is not None:
-                changes.tell = tell_disks
+    for number, guard in enumerate(stack.guards, 1):
+        _watch_values(guard, number, tell_disks, tell_places)
     state.tier_names = [guard.name for guard in stack.guards]
     state.reencodings.tiers = _reencodable(stack)
     state.copies.tiers = {
@@ -518,9 +525,38 @@ def make_tier_worker(
 
 
 def _own_values(guard: Guard) -> ValueChanges | None:
-    if guard.traits.shared or guard.config.encrypt or not isinstance(guard.tier, TellsChanges):
+    """Of a disk that peers may read."""
+    return None if guard.config.encrypt else _local_values(guard)
+
+
+def _local_values(guard: Guard) -> ValueChanges | None:
+    if guard.traits.shared or not isinstance(guard.tier, TellsChanges):
         return None
     return guard.tier.changes
+
+
+def _watch_values(
+    guard: Guard,
+    number: int,
+    tell_disks: Callable[[bytes, int], None] | None,
+    tell_places: Callable[[bytes, int, bool], None] | None,
+) -> None:
+    changes = _local_values(guard)
+    if changes is None:
+        return
+    if _own_values(guard) is None:
+        tell_disks = None
+
+    def tell(key: bytes, nbytes: int) -> None:
+        if tell_disks is not None:
+            tell_disks(key, nbytes)
+        if tell_places is not None:
+            tell_places(key, number, nbytes > 0)
+
+    if tell_places is not None:
+        changes.tell = tell
+    elif tell_disks is not None:
+        changes.tell = tell_disks
 
 
 def _teach(stack: Stack, state: CacheState, policy: str) -> None:

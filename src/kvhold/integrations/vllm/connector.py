@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -23,7 +24,7 @@ from kvhold.core.config import load_config
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.versions import warn_if_untested
 from kvhold.integrations.vllm.drafts import draft_limit
-from kvhold.integrations.vllm.events import describer_of, with_events
+from kvhold.integrations.vllm.events import make_describer, publishes, with_events
 from kvhold.integrations.vllm.geometry import (
     geometry_of,
     mixes_adapters,
@@ -89,7 +90,8 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=transfer.is_kv_consumer,
                 stores=transfer.is_kv_producer,
                 stores_plain=not mixes_adapters(vllm_config),
-                describer=describer_of(vllm_config, kv_cache_config, geometry),
+                make_describer=partial(make_describer, vllm_config, kv_cache_config, geometry),
+                announces=publishes(vllm_config),
                 layerwise=settings.layerwise,
                 step_tokens=_step_tokens(vllm_config),
                 media=_media_of(vllm_config),

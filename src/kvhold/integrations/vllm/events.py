@@ -50,16 +50,14 @@ def with_events(settings: Config, config: "VllmConfig") -> Config:
     """If vLLM publishes events and no buffer is set."""
     return (
         replace(settings, event_buffer=_EVENT_BUFFER)
-        if _is_asked_for(config) and not settings.event_buffer
+        if publishes(config) and not settings.event_buffer
         else settings
     )
 
 
-def describer_of(
+def make_describer(
     config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry
-) -> "Describer | None":
-    if not _is_asked_for(config):
-        return None
+) -> "Describer":
     hashed_tokens = resolve_kv_cache_block_sizes(kv_cache, config)[1]
     tables = tuple(
         ChunkTable(
@@ -75,7 +73,8 @@ def describer_of(
     return Describer(geometry.layout, geometry.shards, tables, hashed_tokens)
 
 
-def _is_asked_for(config: "VllmConfig") -> bool:
+def publishes(config: "VllmConfig") -> bool:
+    """Whether vLLM publishes events itself."""
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 
@@ -292,7 +291,7 @@ class Announcer:
             self._thread.submit(
                 self._describe,
                 request,
-                lambda: _first_chunks(prompt, num_tokens),
+                lambda: first_chunks(prompt, num_tokens),
                 self._announced.wants,
             )
 
@@ -346,7 +345,7 @@ class Announcer:
         self._next = batch.next
 
 
-def _first_chunks(prompt: Prompt, num_tokens: int) -> ChunkNames:
+def first_chunks(prompt: Prompt, num_tokens: int) -> ChunkNames:
     whole, tail = divmod(num_tokens, prompt.namespace.layout.tokens_per_chunk)
     names = prompt.chunks(last=whole, tail=False)
     if not tail:

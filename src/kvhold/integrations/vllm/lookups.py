@@ -23,6 +23,7 @@ from kvhold.core.planning import MOST_NAME, ComputeIntent
 from kvhold.core.reasons import SLOWER, WHOLE
 from kvhold.core.rules import RequestRules
 from kvhold.integrations.vllm.costs import Costs, Took
+from kvhold.integrations.vllm.descriptions import Descriptions
 from kvhold.integrations.vllm.events import Announcer
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.handovers import Handovers
@@ -62,6 +63,7 @@ class RequestLookups:
         adapters: Adapters,
         media: Media,
         announcer: Announcer | None,
+        descriptions: Descriptions,
         tally: Tally,
         awaits_hosts: bool = False,
     ) -> None:
@@ -78,6 +80,7 @@ class RequestLookups:
         self.handovers = Handovers(config.client)
         self._late_announcements: dict[str, Holding] = {}  # by request
         self._announcer = announcer
+        self._descriptions = descriptions
         self._tally = tally
         self._not_named: set[str] = set()
         self.span: Span | None = None
@@ -389,8 +392,10 @@ class RequestLookups:
                 skip_last_n_tokens=self._config.skip_last_n_tokens,
             )
             request_state.tracker.found(hit.num_tokens if hit is not None else 0)
-            if self._announcer is not None and hit is not None:
-                self._announcer.found(request_state.request, prompt, hit.num_tokens)
+            if hit is not None:
+                if self._announcer is not None:
+                    self._announcer.found(request_state.request, prompt, hit.num_tokens)
+                self._descriptions.found(request_state.request, prompt, hit.num_tokens)
         return True
 
     def _waits(self, request_state: RequestState, now_s: float) -> bool:

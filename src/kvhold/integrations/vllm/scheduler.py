@@ -1,7 +1,7 @@
 """Plan loads and stores, in the scheduler's process and thread. Only `reset` waits for the node."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from secrets import token_hex
@@ -15,6 +15,7 @@ from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
 from kvhold.core.keys import ChunkNames, Namespace
 from kvhold.integrations.vllm.costs import Costs
+from kvhold.integrations.vllm.descriptions import Descriptions
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
@@ -54,7 +55,8 @@ class SchedulerSide:
         loads: bool = True,
         stores: bool = True,
         stores_plain: bool = True,
-        describer: Describer | None = None,
+        make_describer: Callable[[], Describer],
+        announces: bool = False,
         layerwise: bool = False,
         step_tokens: int = 1 << 40,
         media: Media | None = None,
@@ -87,10 +89,9 @@ class SchedulerSide:
         )
         place_own_threads(config.client.cores)
         self._announcer = (
-            Announcer(self._cache, self._lookup_thread, describer)
-            if describer is not None
-            else None
+            Announcer(self._cache, self._lookup_thread, make_describer()) if announces else None
         )
+        self._descriptions = Descriptions(self._cache, self._lookup_thread, make_describer)
         self._adapters = Adapters(can_observe)
         self._request_states: dict[str, RequestState] = {}
         self.tally = Tally()
@@ -109,6 +110,7 @@ class SchedulerSide:
             adapters=self._adapters,
             media=media or Media(),
             announcer=self._announcer,
+            descriptions=self._descriptions,
             tally=self.tally,
             awaits_hosts=num_hosts > 1,
         )
@@ -509,6 +511,7 @@ class SchedulerSide:
             return None
         if self._announcer is not None:
             self._announcer.stored(request_state.request, names)
+        self._descriptions.stored(request_state.request, names)
         return Store(
             request_state.request.request_id,
             names,
