@@ -36,6 +36,7 @@ from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
 from kvhold.cache.transfer.tier_copier import TierCopier
 from kvhold.cache.transfer.tier_reader import TierReader
 from kvhold.cache.transfer.use_queue import keys_of
+from kvhold.cache.transfer.watched_values import own_values, watch_values
 from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
@@ -52,7 +53,7 @@ from kvhold.core.status import CacheTierStatus, TiersStatus
 from kvhold.core.tracing import Tracer
 from kvhold.core.turns import next_turn
 from kvhold.memory.pages import page_aligned
-from kvhold.tiers.base import KeepsClears, Parts, TellsChanges, ValueChanges
+from kvhold.tiers.base import KeepsClears, Parts
 from kvhold.tiers.chunk_clears import ChunkClears
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
@@ -306,7 +307,7 @@ class TierWorker:
     ) -> list[Parts | None]:
         found: list[Parts | None] = [None] * len(keys)
         for guard in self._stack.guards:
-            if _own_values(guard) is None:
+            if own_values(guard) is None:
                 continue
             missing = [at for at, frame in enumerate(found) if frame is None]
             sizes = await guard.probe([keys[at] for at in missing])
@@ -502,7 +503,7 @@ def make_tier_worker(
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     _teach(stack, state, config.policy)
     for number, guard in enumerate(stack.guards, 1):
-        _watch_values(guard, number, tell_disks, tell_places)
+        watch_values(guard, number, tell_disks, tell_places)
     state.tier_names = [guard.name for guard in stack.guards]
     state.reencodings.tiers = _reencodable(stack)
     state.copies.tiers = {
@@ -522,41 +523,6 @@ def make_tier_worker(
         keyring,
         journal=ClearsJournal(file, any_owner=config.node.any_owner) if file is not None else None,
     )
-
-
-def _own_values(guard: Guard) -> ValueChanges | None:
-    """Of a disk that peers may read."""
-    return None if guard.config.encrypt else _local_values(guard)
-
-
-def _local_values(guard: Guard) -> ValueChanges | None:
-    if guard.traits.shared or not isinstance(guard.tier, TellsChanges):
-        return None
-    return guard.tier.changes
-
-
-def _watch_values(
-    guard: Guard,
-    number: int,
-    tell_disks: Callable[[bytes, int], None] | None,
-    tell_places: Callable[[bytes, int, bool], None] | None,
-) -> None:
-    changes = _local_values(guard)
-    if changes is None:
-        return
-    if _own_values(guard) is None:
-        tell_disks = None
-
-    def tell(key: bytes, nbytes: int) -> None:
-        if tell_disks is not None:
-            tell_disks(key, nbytes)
-        if tell_places is not None:
-            tell_places(key, number, nbytes > 0)
-
-    if tell_places is not None:
-        changes.tell = tell
-    elif tell_disks is not None:
-        changes.tell = tell_disks
 
 
 def _teach(stack: Stack, state: CacheState, policy: str) -> None:
