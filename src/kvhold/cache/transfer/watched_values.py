@@ -1,4 +1,4 @@
-"""Tell listeners what the disks of this host have."""
+"""Tell listeners of changes of the values on this host's disks."""
 
 from collections.abc import Callable
 
