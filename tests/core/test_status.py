@@ -109,7 +109,9 @@ def test_a_tier_of_peers_has_the_declared_fields() -> None:
 @pytest.mark.server
 def test_a_node_has_the_declared_fields(tmp_path: Path) -> None:
     settings = tmp_path / "kvhold.toml"
-    settings.write_text('[peers]\nlisten = "127.0.0.1:0"\n')
+    settings.write_text(
+        f'[peers]\nlisten = "127.0.0.1:0"\n[events]\npublish = "ipc://{tmp_path}/events"\n'
+    )
     tiers = ("--tier", "memory://?max_bytes=16MiB", "--tier", "peers://127.0.0.1:1")
     more = (*tiers, "--config", str(settings))
     node = RunningNode(tmp_path / "s", *more)

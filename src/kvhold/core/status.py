@@ -369,7 +369,10 @@ class RouterEventsStatus(TypedDict):
 
 
 class NodeEventsStatus(TypedDict, total=False):
-    """Absent without `events.publish`."""
+    """Absent without `events.publish`.
+
+    router_events: the publisher
+    """
 
     router_events: RouterEventsStatus
 
