@@ -38,12 +38,15 @@ class FakeStream:
 
 
 class FakeDevice:
-    def __init__(self, seed: int) -> None:
+    """has_slow_streams: some run late for a while. Otherwise all are equally late."""
+
+    def __init__(self, seed: int, *, has_slow_streams: bool = True) -> None:
         self.engine = FakeStream("engine")
         self._streams = [self.engine]
         self._gates: deque[FakeEvent] = deque()
         self._random = Random(seed)
-        self._slow: list[FakeStream] | None = None
+        self._changes = _CHANGES if has_slow_streams else 0.0
+        self._slow: list[FakeStream] | None = None if has_slow_streams else []
         self._lock = threading.RLock()
 
     def new_stream(self, name: str) -> FakeStream:
@@ -105,7 +108,7 @@ class FakeDevice:
 
     def _step(self, *, somebody_waits: bool = True) -> bool:
         """Run one operation. Slow streams run only while a caller waits, after all others."""
-        if self._slow is None or self._random.random() < _CHANGES:
+        if self._slow is None or self._random.random() < self._changes:
             engine, *lanes = self._streams
             one = self._random.choice(self._streams)
             self._slow = self._random.choice([[engine], lanes, [one], []])

@@ -154,7 +154,7 @@ class LoggingDriver(FakeDriver):
     """Its copies are launched, too."""
 
     def __init__(self, log: Log) -> None:
-        super().__init__(FakeDevice(seed=3))
+        super().__init__(FakeDevice(seed=3, has_slow_streams=False))
         self._log = log
 
     def launch(
