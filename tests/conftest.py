@@ -3,6 +3,7 @@ where there is no vLLM, and files that are left alone where all of their tests a
 """
 
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -138,6 +139,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         measuring.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """A changed logger hides the warnings that later tests look for."""
+    result = yield
+    if item.get_closest_marker("vllm") is None:  # the connector logs like vLLM
+        assert _changed_loggers() == []
+    return result
+
+
+def _changed_loggers() -> list[logging.Logger]:
+    return [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.split(".")[0] == "kvhold" and isinstance(logger, logging.Logger)
+        if (logger.level, logger.propagate, logger.disabled) != (logging.NOTSET, True, False)
+    ]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Flips bits of stored chunks, then reads the chunks."""
 
 import asyncio
-import logging
 import os
 import random
 import time
@@ -25,6 +24,7 @@ from kvhold.node import NodeClient
 from kvhold.testing.damage import OpenArena
 from kvhold_lab.bench.places import PLACES, open_place
 from kvhold_lab.bench.servers import running_node
+from kvhold_lab.quiet import quiet
 from kvhold_lab.servers.base import NotInstalled
 
 PROMPTS = 16
@@ -163,7 +163,7 @@ class _Engine:
 def in_memory(count: int, seed: int) -> Flips:
     chance, tally = random.Random(seed), _Tally()
     with (
-        _quiet(),
+        quiet("kvhold"),
         running_node(log_level="CRITICAL") as writer,
         NodeClient(writer.path, name="reader") as reader,
         OpenArena(writer.status()["pid"]) as arena,
@@ -193,7 +193,7 @@ def in_tiers(count: int, seed: int, names: Sequence[str] = ()) -> Flips:
     for name in names or TIERS:
         chance = random.Random(seed)
         try:
-            with _quiet(), _url(name) as url:
+            with quiet("kvhold"), _url(name) as url:
                 for codec in _CODECS:
                     option = f"{'&' if '?' in url else '?'}codec={codec}"
                     cached = open_cache(ram_bytes="16MiB", huge_pages="never", tiers=[url + option])
@@ -277,17 +277,6 @@ def _drop_from_memory(cache: LocalCache) -> None:
     with cache._lock:
         for entry in cache._state.ram.entries():
             cache._state.ram.remove(entry)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    log = logging.getLogger("kvhold")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold_lab.bench.servers import serve_command
+from kvhold_lab.quiet import quiet
 
 LAYOUT = Layout(
     groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
@@ -61,9 +62,9 @@ class _Run:
     space: int = 0
 
 
+@quiet("kvhold.node", logging.ERROR)
 def run(rounds: int, seed: int) -> Kills:
     began = time.monotonic()
-    logging.getLogger("kvhold.node").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="kvhold-kills-"))
     work = _Run(folder, random.Random(seed))
     try:

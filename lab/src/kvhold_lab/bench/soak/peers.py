@@ -4,7 +4,6 @@ At the end the network is whole, one node clears, and all nodes must be empty.
 """
 
 import json
-import logging
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, check, store
 from kvhold_lab.bench.relay import RelayedLink, RelayedNetwork
 from kvhold_lab.bench.servers import serve_command
+from kvhold_lab.quiet import quiet
 from kvhold_lab.servers.base import free_port
 
 SPACE = Namespace(
@@ -84,9 +84,9 @@ class _Tally:
                 self.findings.append(finding)
 
 
+@quiet("kvhold.node")
 def run(seconds: float, seed: int, *, nodes: int = 8) -> PeersSoak:
     began_s = time.monotonic()
-    logging.getLogger("kvhold.node").setLevel(logging.CRITICAL)
     chance, tally = random.Random(seed), _Tally()
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-peers-soak-") as folder,
