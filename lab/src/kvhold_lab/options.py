@@ -31,10 +31,7 @@ class Number(click.FloatRange):
 
 
 class OutputFile(click.Path):
-    """Written at the end of a run, and checked at the start.
-
-    endings: allowed suffixes
-    """
+    """endings: allowed suffixes"""
 
     def __init__(self, *endings: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -102,7 +99,6 @@ def threads_option(
 
 
 def folder_option() -> Option:
-    """`folder: Path | None`: the place of disk tiers' files."""
     return click.option(
         "--folder",
         type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -1,5 +1,3 @@
-"""Loggers that say less for a while."""
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

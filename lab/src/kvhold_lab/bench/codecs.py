@@ -1,4 +1,4 @@
-"""Codecs on one core: ratio, speed and error, compared with a memcpy of the same bytes."""
+"""Codecs on one core: ratio, speed and error."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +24,8 @@ TRAINED_CHUNKS = 16
 @dataclass(frozen=True)
 class CodecRow:
     """enc_mb_s, dec_mb_s: unencoded bytes / 1e6 a second
-    error:              largest |decoded - original| / largest |original|, in the worst layer
+    error:              largest |decoded - original| / largest |original|, the worst layer's
     accuracy_drop:      points lost in `kvhold bench quality`; None: not measured
-    memcpy_mb_s:        the limit
     """
 
     codec: str

@@ -1,4 +1,4 @@
-"""The index of a disk with `policy=learned` beside the one with LRU, without files."""
+"""The index of a disk with `policy=learned`, and with LRU; no files."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from kvhold_lab.bench.rows import Row, in_turn, time_row
 
 ROUNDS = 9
 _FILE_BYTES = 4096
-_PROMPTS = PAUSES * NEW  # kinds of prompts
+_PROMPTS = PAUSES * NEW
 _TURN_S = 1.0
 
 

@@ -1,4 +1,4 @@
-"""Real vLLM engines that are measured, each in its own process."""
+"""Measured vLLM engines, each in its own process."""
 
 import ctypes
 import os
@@ -43,7 +43,7 @@ class Served:
 
 @dataclass(frozen=True)
 class System:
-    """checks_memory: `client.check_memory`; None: as the engine was started"""
+    """checks_memory: `client.check_memory`; None: unchanged"""
 
     engine: Engine
     pids: tuple[int, ...]
@@ -70,7 +70,7 @@ class System:
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Processes started in the block have fixed addresses and keep memory."""
+    """Processes started within have fixed addresses and keep memory."""
     before = {name: os.environ.get(name) for name in _KEEPS_MEMORY}
     libc = ctypes.CDLL(None)
     personality = libc.personality(ctypes.c_ulong(_ASK_PERSONALITY))

@@ -31,7 +31,7 @@ class KeptRow(msgspec.Struct, frozen=True):
 
 
 class KeptRun(msgspec.Struct, frozen=True):
-    """at: UTC, ISO 8601; commit: "" if unknown, with "+" for changed files"""
+    """at: UTC, ISO 8601; commit: "" if unknown, "+" for changed files"""
 
     at: str
     commit: str

@@ -1,4 +1,4 @@
-"""Limits of tiers: the plainest programs for the same bytes."""
+"""The plainest programs for the same bytes."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""TTFT of a real vLLM whose hits come from Redis behind a slow link, by codec."""
+"""TTFT of vLLM's hits from Redis behind a slow link, by codec."""
 
 import math
 import tempfile
@@ -28,7 +28,7 @@ _PATIENT_S = 120.0
 
 @dataclass(frozen=True)
 class LinkRow:
-    """ratio:        unencoded bytes / frame bytes written
+    """ratio:        unencoded bytes / frame bytes
     ttft_p50_s:   of hits; in the row COLD, of computed prompts
     link_s:       of a prompt's bytes
     kl:           mean KL(computed || loaded) of the first token, in nats

@@ -1,4 +1,4 @@
-"""One overloaded node: longest loop turns, index sizes, and the start of a full disk."""
+"""One overloaded node."""
 
 import json
 import os
@@ -186,7 +186,7 @@ def _stores_and_lookups(
 
 
 def store_steadily(path: str, count: int) -> None:
-    """The entry point of a process. Ends with standard input."""
+    """A process's entry point. Ends with standard input."""
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")

@@ -1,5 +1,3 @@
-"""Peers on one machine: gets, lookups, the index, and events."""
-
 import asyncio
 import json
 import os
@@ -31,7 +29,7 @@ from kvhold_lab.bench.throttle import Throttle
 
 GET_CHUNKS = 64
 LOOKUP_TOKENS = 32_000
-INDEX_BYTES = 48.0  # a chunk
+INDEX_BYTES = 48.0
 EVENT_MS = 20.0
 _PATIENCE_S = 120.0
 _PATIENT = "&".join(f"{name}_timeout_s=60" for name in ("probe", "get", "answer"))
@@ -62,7 +60,7 @@ class PeersRow:
 class PeersSizes:
     """link_gbit_s: of a slower link, for a second get
     layers:      of a chunk, 128 KiB each
-    lookups:     in each round, while the node serves and while it does not
+    lookups:     in each round, beside a serving node and an idle one
     """
 
     rounds: int = 9
@@ -332,7 +330,6 @@ def _p99_of_lookups(client: NodeClient, prompt: Prompt, count: int) -> float:
 
 
 def read_steadily(url: str, layers: int) -> None:
-    """Runs between a "g" and an "s" of standard input."""
     asyncio.run(_read_steadily(url, layers))
 
 

@@ -1,4 +1,4 @@
-"""Real places for tiers, which can be made to fail."""
+"""Real places for tiers, which can fail."""
 
 import shutil
 import tempfile
@@ -23,10 +23,10 @@ class BenchPlace(Protocol):
         pass
 
     def full_url(self) -> str | None:
-        """Return the URL of a full place of a few MiB; None: impossible."""
+        """Return a full place's URL; None: impossible."""
 
     def denied_url(self) -> str | None:
-        """Return a URL with wrong credentials or rights; None: the place has none."""
+        """Return a URL without rights; None: the place has none."""
 
     def kill(self) -> None:
         pass

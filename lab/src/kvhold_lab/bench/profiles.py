@@ -1,4 +1,4 @@
-"""Profiles of rows that stay below their limit."""
+"""Profiles of rows below their limit."""
 
 import cProfile
 import io

@@ -1,6 +1,4 @@
-"""Ratios of systems' times within cells, with intervals of 95 %, by bootstrap over cells. No
-I/O.
-"""
+"""Ratios of systems' times, with intervals of 95 % by bootstrap over cells. No I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ class Cell:
     reuse: int
     num_tokens: int
     burst: bool
-    # to the first token; of a burst: to the end
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
@@ -37,10 +34,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Goal:
-    """The ratio described by `what` is at most `most`.
-
-    noise: factor between two identical engines; infinity: unknown
-    """
+    """noise: factor between identical engines; infinity: unknown"""
 
     what: str
     ratio: Ratio

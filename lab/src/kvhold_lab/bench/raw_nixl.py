@@ -1,4 +1,4 @@
-"""NIXL alone: one read of the same bytes from the memory of another process."""
+"""NIXL alone: one read from another process's memory."""
 
 import subprocess
 import sys

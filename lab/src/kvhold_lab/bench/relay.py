@@ -22,14 +22,14 @@ class RelayedLink:
         self.port = 0
 
     def cut(self) -> None:
-        """Hold all bytes and new connections. They stay open."""
+        """Hold all bytes and new connections open."""
         self._network.run(_called(self._whole.clear))
 
     def mend(self) -> None:
         self._network.run(_called(self._whole.set))
 
     def forget(self) -> None:
-        """Drop present connections silently. New ones are served."""
+        """Drop present connections silently."""
 
         def swap() -> None:
             self._forgotten.set()

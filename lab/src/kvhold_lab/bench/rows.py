@@ -1,4 +1,4 @@
-"""A measured number and its limit: timing, printing and writing."""
+"""A measured number and its limit."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def write_rows(path: Path | None, rows: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """ratio: the share of the limit that was reached"""
+    """ratio: the reached share of the limit"""
 
     name: str
     value: float

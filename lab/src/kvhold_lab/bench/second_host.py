@@ -23,9 +23,8 @@ class NoSecondHost(KVHoldError):
 
 @dataclass(frozen=True)
 class SecondHost:
-    """name:    of the namespace
-    address: of this host in the common network
-    here:    of the machine's own namespace in it
+    """address: of this host in the common network
+    here:    the machine's own namespace in it
     """
 
     name: str
@@ -58,7 +57,7 @@ def second_host() -> Iterator[SecondHost]:
         yield host
     finally:
         with suppress(NoSecondHost):
-            _run("netns", "del", name)  # with the pair
+            _run("netns", "del", name)
 
 
 def _remove_those_of_ended_runs() -> None:

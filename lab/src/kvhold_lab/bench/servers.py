@@ -1,6 +1,6 @@
-"""kvhold's servers, each in its own process. Calls raise NodeError if one does not start.
+"""kvhold's servers in processes of their own. Calls raise NodeError if one does not start.
 
-`under` has arguments for the interpreter, such as a profiler.
+under: arguments for the interpreter, such as a profiler.
 """
 
 import json

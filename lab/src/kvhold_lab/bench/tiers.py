@@ -1,4 +1,4 @@
-"""Each tier's put and get, in turn with the plainest program for the same store."""
+"""Each tier's put and get, and the plainest program for the same store."""
 
 import asyncio
 import mmap

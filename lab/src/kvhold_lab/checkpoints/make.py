@@ -25,9 +25,7 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
-    """Make a checkpoint of `RECIPES` if it is missing. Safe in several processes. Raises
-    ValueError, OSError.
-    """
+    """Make a checkpoint if it is missing. Safe in several processes. Raises ValueError, OSError."""
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]

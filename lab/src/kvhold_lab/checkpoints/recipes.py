@@ -13,7 +13,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class Recipe:
-    """kind:   "adapters": with two LoRA adapters; "image": takes images
+    """kind:   "adapters": two LoRA adapters; "image": takes images
     engine: necessary arguments of vLLM; `why` explains them
     """
 

@@ -1,4 +1,4 @@
-"""The checkpoints' untrained tokenizer: ids 0 to 255 are bytes, then marks for images."""
+"""An untrained tokenizer: ids 0 to 255 are bytes, then marks for images."""
 
 from pathlib import Path
 from typing import Any

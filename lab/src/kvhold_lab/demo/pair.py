@@ -1,7 +1,4 @@
-"""Time answers of one engine, and of a prefill and a decode engine behind `kvhold proxy`.
-
-Each arrangement has its own salt.
-"""
+"""Time answers of one engine, and of two behind `kvhold proxy`."""
 
 import asyncio
 import statistics
@@ -28,17 +25,15 @@ _LONG_OUTPUT_TOKENS = 192
 _SHORT_PROMPT_TOKENS = 64  # has no prefill part
 _NODE_OUTLIVES_ENGINES_S = 120.0
 _START_S = 600.0
-_OTHERS = 1_000  # seeds of the prompts of others
+_OTHERS = 1_000
 _LOADED = "vllm:external_prefix_cache_hits_total"
 
 
 @dataclass
 class ArrangementTimes:
-    """Seconds.
-
-    ttft_s:      by prompt
+    """ttft_s:      by prompt
     gaps_s:      between tokens, while nothing else runs
-    busy_gaps_s: between tokens of a long answer, while prompts of others are computed
+    busy_gaps_s: of a long answer, while others' prompts are computed
     """
 
     ttft_s: list[float] = field(default_factory=list)
@@ -66,7 +61,7 @@ class PairResult:
     identical: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Fields of `kvhold demo --pd --json`. Times are medians, but for the longest gap."""
+        """Times are medians, but for the longest gap."""
         return {
             "model_params": self.model.num_parameters,
             "threads": self.threads,
@@ -156,8 +151,6 @@ def _client(base_url: str, salt: str) -> LoadClient:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The prompts."""
-
     model: ModelInfo
     num_tokens: int
     repeats: int

@@ -1,5 +1,3 @@
-"""The result of `kvhold demo --pd` as text and as a picture."""
-
 from dataclasses import dataclass
 from pathlib import Path
 

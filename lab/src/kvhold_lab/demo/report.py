@@ -70,7 +70,7 @@ def draw(result: DemoResult, path: Path) -> None:
 
 
 def make_figure(width: float, height: float) -> "Figure":
-    """Return a figure, its size in inches. Raises ClickException without matplotlib."""
+    """Size in inches. Raises ClickException without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""Time prompts on a cold engine, a warm one, and a new one.
+"""Time prompts.
 
 Each prompt runs cold, from kvhold, from the prefix cache (the limit), and from kvhold in a new
 process.
@@ -25,7 +25,7 @@ _PATIENT = ClientConfig(connect_timeout_s=60, call_timeout_s=60)
 
 @dataclass
 class Timings:
-    """TTFT in seconds, by prompt."""
+    """TTFT in seconds."""
 
     cold: list[float] = field(default_factory=list)
     prefix_cache: list[float] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Tokens and bytes are those of one prompt in the new engine."""
+    """Of one prompt in the new engine."""
 
     driver: DriverName
     model: ModelInfo

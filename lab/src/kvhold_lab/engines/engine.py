@@ -1,4 +1,4 @@
-"""An LLM engine in a child process. One thread; for concurrent calls see `openai_server`."""
+"""An LLM engine in a child process. One thread; for concurrent calls `openai_server`."""
 
 import os
 import sys
@@ -33,7 +33,6 @@ from kvhold_lab.engines.stepped import bound_environment, environment_for
 
 
 def is_vllm_available() -> bool:
-    """Does not load vLLM."""
     spec = find_spec("vllm")
     return spec is not None and spec.origin is not None
 
@@ -63,7 +62,7 @@ def kvhold_connector(
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """With fewer threads than cores, vLLM would bind several engines to the same cores."""
+    """With fewer threads than cores, vLLM would bind engines to the same cores."""
     return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
 
@@ -95,7 +94,7 @@ class Engine(Child):
         first_logprobs: bool = False,
         timeout_s: float = 600.0,
     ) -> Generated:
-        """rules: settings for kvhold (vLLM only)"""
+        """rules: for kvhold (vLLM only)"""
         request = Generate(
             prompt_token_ids=prompt_token_ids,
             max_tokens=max_tokens,
@@ -122,7 +121,7 @@ class Engine(Child):
         return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
     def check_memory(self, enabled: bool, timeout_s: float = 60.0) -> int:
-        """Set `client.check_memory` of later requests; return the number of connections."""
+        """For later requests; return the number of connections."""
         return self._request(CheckMemory(enabled=enabled), MemoryChecked, timeout_s).clients
 
     def _spawn(self) -> LoggedProcess:

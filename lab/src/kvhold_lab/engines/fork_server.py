@@ -1,4 +1,4 @@
-"""A process that has imported vLLM, which takes ten seconds, and forks engines.
+"""Imports vLLM, which takes ten seconds, and forks engines.
 
     python -m kvhold_lab.engines.fork_server DESCRIPTOR OWNER
 
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def is_owned(owner: Path) -> bool:
-    """Whether a process holds the lock of this file."""
+    """Whether a process holds this file's lock."""
     try:
         with owner.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """Fork the children that `multiprocessing` would spawn.
 
-On CPUs, spawned engine cores and workers would import vLLM again.
+Spawned engine cores and workers would import vLLM again.
 """
 
 import os

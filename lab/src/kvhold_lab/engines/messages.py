@@ -42,8 +42,6 @@ class Generate(ChildOperation, frozen=True, kw_only=True, tag="generate"):
 
 
 class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many"):
-    """Greedily, at once."""
-
     prompts: list[list[int]]
     max_tokens: int
     rules: dict[str, Any] = msgspec.field(default_factory=dict)

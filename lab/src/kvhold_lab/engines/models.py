@@ -1,4 +1,4 @@
-"""Models for the demo: Llamas with random weights of a fixed seed.
+"""Llamas with random weights of a fixed seed.
 
 Attention is sharp, so output depends on the whole context.
 """
@@ -51,7 +51,7 @@ class ModelGeometry:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
-        """Name, shape and standard deviation; 0: a norm of ones."""
+        """Name, shape and standard deviation; 0: ones."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fan_in = hidden**-0.5
@@ -120,9 +120,7 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """Make a checkpoint (tiny, small or mid) if it is missing. Safe in several processes. Raises
-    ValueError, OSError.
-    """
+    """Make a checkpoint if it is missing. Safe in several processes. Raises ValueError, OSError."""
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")
     geometry = SIZES[size]

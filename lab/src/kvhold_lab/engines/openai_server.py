@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server in child processes, by default on loopback. Thread-safe."""
+"""vLLM's OpenAI-compatible server in child processes. Thread-safe."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ _MODEL_NAME = "demo"
 
 @dataclass(frozen=True)
 class Completion:
-    """Times of the client include HTTP, tokenising and streaming."""
+    """Times include HTTP, tokenising and streaming."""
 
     ttft_s: float
     total_s: float
@@ -49,7 +49,6 @@ class OpenAIServer(Child):
     ) -> None:
         """port:  0: a free one
         under: words before the command, such as `ip netns exec NAME`
-        flags: more of `vllm serve`
         """
         usual = own_environment() if options.own_binding else environment_for(options.num_threads)
         super().__init__(

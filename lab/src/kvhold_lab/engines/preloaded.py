@@ -1,4 +1,4 @@
-"""Programs that start with vLLM imported, in half of the time.
+"""Start programs with vLLM imported, in half of the time.
 
 PRELOAD_VLLM names a folder of fork servers, one for each environment at vLLM's import.
 """
@@ -87,7 +87,7 @@ def spawn(
     *,
     pipes: bool = True,
 ) -> ForkedProcess | None:
-    """pipes: for stdin and stdout; otherwise there is no stdin, and stdout is the log, too"""
+    """pipes: for stdin and stdout; else no stdin, and stdout is the log, too"""
     folder = Path(os.environ.get(VARIABLE, ""))
     if not folder.is_absolute():
         return None

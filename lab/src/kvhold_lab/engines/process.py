@@ -26,10 +26,9 @@ class EngineFailed(KVHoldError):
 
 
 class LoggedProcess:
-    """A child in its own process group, so Ctrl-C reaches only the caller.
+    """In its own process group, so Ctrl-C reaches only the caller.
 
-    pipes:       connect stdin and stdout to the caller
-    preloads:    `argv` is Python's with -m and a module that imports vLLM
+    preloads: `argv` is Python's with -m and a module that imports vLLM
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class LoggedProcess:
         self._process.terminate()
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process group. No effect after the process's end."""
+        """No effect after the process's end."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

@@ -1,4 +1,4 @@
-"""Text for the demo: the source of Python's standard library."""
+"""Text: the source of Python's standard library."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ _CHAT_TEMPLATE = (
 
 @cache
 def corpus() -> str:
-    """About 4.7 million characters. Raises FileNotFoundError: no sources of Python."""
+    """Some 4.7 million characters. Raises FileNotFoundError."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [
         path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))

@@ -1,6 +1,4 @@
-"""The protocol of engines in child processes: one JSON object a line, one reply to each
-operation.
-"""
+"""Engines in child processes: one JSON object a line, one reply to each operation."""
 
 import faulthandler
 import logging
@@ -16,7 +14,7 @@ from kvhold_lab.engines.process import EngineFailed, LoggedProcess
 
 _log = logging.getLogger(__name__)
 
-_SEARCHED_BYTES = 1 << 20  # of the log; vLLM prints many stacks after a worker's
+_SEARCHED_BYTES = 1 << 20  # vLLM prints many stacks after a worker's
 _REFUSAL = "LayoutError: "
 
 
@@ -41,7 +39,7 @@ class StopEngine(ChildOperation, frozen=True, kw_only=True, tag="stop"):
 
 
 class PrefixCacheReset(ChildReply, frozen=True, kw_only=True, tag="reset"):
-    """done: False: running requests prevented it"""
+    """False: running requests prevented it"""
 
     done: bool
 

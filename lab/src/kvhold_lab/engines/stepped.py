@@ -116,7 +116,7 @@ class SteppedEngine:
         return outputs
 
     def drain(self) -> None:
-        """Step until the scheduler has released finished requests; connectors save here."""
+        """Release finished requests; connectors save here."""
         deadline = time.monotonic() + _DRAIN_S
         while self.core.scheduler.has_requests():
             if time.monotonic() > deadline:

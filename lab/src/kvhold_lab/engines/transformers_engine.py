@@ -1,4 +1,4 @@
-"""The demo's engine without vLLM: transformers with kvhold's reuse."""
+"""transformers with kvhold's reuse."""
 
 import time
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """A vLLM engine in this process, stepped by hand.
 
-A process has one engine, because the environment must be set before torch loads.
+One a process: the environment must be set before torch loads.
 """
 
 import os

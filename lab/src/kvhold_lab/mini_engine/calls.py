@@ -1,4 +1,4 @@
-"""The connector's calls around a pass, in the order of each of vLLM's two model runners.
+"""The connector's calls around a pass, as in each of vLLM's two model runners.
 
 `v1/worker/gpu_model_runner.py` calls `handle_preemptions` before it zeroes and copies blocks, and
 ends the connector's step before it samples; `v1/worker/gpu/model_runner.py` does the opposite.
@@ -27,7 +27,7 @@ class Calls(Protocol):
         """Make the connector this process's; engines take turns."""
 
     def before_blocks(self, output: SchedulerOutput) -> None:
-        """Called before blocks are zeroed and copied."""
+        """Before blocks are zeroed and copied."""
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample

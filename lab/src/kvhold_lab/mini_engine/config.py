@@ -1,7 +1,4 @@
-"""A mini engine's model and configuration.
-
-`vllm_config_of` undoes limits of vLLM's CPU kernels.
-"""
+"""`vllm_config_of` undoes limits of vLLM's CPU kernels."""
 
 import json
 import math
@@ -37,7 +34,7 @@ class ModelShape:
     """latent: elements of MLA's latent; 0: no MLA
 
     rope:   with a latent, additional rotated elements
-    layers: a letter a layer: "f" full attention, "s" sliding window
+    layers: a letter each: "f" full attention, "s" sliding window
     """
 
     architecture: str
@@ -69,7 +66,7 @@ SHAPES = {
 class MiniEngineOptions:
     """budget:        tokens of one pass
     max_running:   requests in one pass
-    max_tokens:    of one request with its answer
+    max_tokens:    of a request and its answer
     asynchronous:  schedule a step before the previous one is computed
     second_runner: see `calls.py`; None: vLLM chooses
     zero_blocks:   zero new blocks, as vLLM does for state models

@@ -64,7 +64,7 @@ class MiniEngine:
         """model: a key of `SHAPES`; options: of `MiniEngineOptions`, `shape` for another model
 
         connector:    as `kv_connector_extra_config`
-        folder:       of the model; None: a temporary one
+        folder:       of the model; None: temporary
         """
         self.options = replace(MiniEngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}
@@ -112,7 +112,7 @@ class MiniEngine:
     ) -> None:
         """request: arguments of vLLM's `Request`, such as `cache_salt`.
 
-        kv_transfer_params: those of the answer come into `handed`
+        kv_transfer_params: the answer's come into `handed`
         """
         extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
         sampling = SamplingParams(

@@ -1,6 +1,6 @@
-"""Models in torch over paged KV: grouped-query attention, sliding windows, and MLA.
+"""Models over paged KV: grouped-query attention, sliding windows, and MLA.
 
-Each layer writes its tokens' KV to the blocks, then reads all KV from there.
+Layers write their tokens' KV to the blocks, then read all KV from there.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class ModelSpan:
-    """Queries of one request, or one query of each of several requests.
+    """Of one request, or one query of each of several.
 
     rows: int64 `[batch, queries]`, into the pass's tokens; keys: by KV cache group
     """

@@ -1,6 +1,6 @@
-"""Compute a scheduler's output over the blocks, in place of vLLM's model runner.
+"""Compute a scheduler's output, in place of vLLM's model runner.
 
-For the second runner (`calls.py`), a resumed request arrives as a new one.
+For the second runner (`calls.py`), a resumed request is new.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from kvhold_lab.mini_engine.arithmetic import choose
 from kvhold_lab.mini_engine.calls import calls_of
 from kvhold_lab.mini_engine.models import Model, ModelBatch, ModelKeys, ModelSpan, Slots
 
-_QUERIES = 128  # of one span; bounds the memory of attention weights
+_QUERIES = 128  # bounds the memory of attention weights
 
 Array = npt.NDArray[np.int64]
 
 
 @dataclass
 class _Running:
-    """A request. blocks: by KV cache group; computed: tokens before the pass"""
+    """blocks: by KV cache group; computed: tokens before the pass"""
 
     tokens: list[int]
     num_prompt: int
@@ -86,7 +86,7 @@ class Runner:
     def read_kv(self, request_id: str) -> dict[str, torch.Tensor]:
         """A request's KV within the window, by layer: `[tokens, heads, elements]`.
 
-        Valid between the request's last pass and the next one.
+        Valid until the request's next pass.
         """
         running, found = self._running[request_id], {}
         end = running.computed

@@ -1,4 +1,4 @@
-"""A server process that ends with its `with` block, and can be killed and paused.
+"""A server process that ends with its `with` block.
 
 Starting raises NotInstalled if the program is missing.
 """
@@ -18,14 +18,14 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-_START_S = 400.0  # moto took 187 s on two cores under heavy load
+_START_S = 400.0  # moto took 187 s on two busy cores
 _STOP_S = 20.0
 _POLL_S = 0.02
 _LOWEST_PORT = 10_240
 
 
 class NotInstalled(Exception):
-    """It names the missing program and its package."""
+    """Names the missing program and its package."""
 
 
 class ServerProcess:

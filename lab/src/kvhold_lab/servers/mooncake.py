@@ -1,4 +1,4 @@
-"""The master of a Mooncake Store, whose clients provide the memory."""
+"""A Mooncake Store's master; its clients provide the memory."""
 
 import importlib.util
 import sys

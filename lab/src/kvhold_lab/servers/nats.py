@@ -8,9 +8,7 @@ _ANSWER_S = 1.0
 
 
 class NatsServer(ServerProcess):
-    """tls:      TLS only: `certificates`
-    user, password, token: the required login; empty: none
-    """
+    """tls: with `certificates` only; user, password, token: the required login"""
 
     def __init__(
         self, *, tls: bool = False, user: str = "", password: str = "", token: str = ""

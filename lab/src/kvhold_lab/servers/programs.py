@@ -1,6 +1,6 @@
-"""Find the servers for tests and benchmarks, and install missing ones.
+"""Find servers, and install missing ones.
 
-With apt, as root, unless KVHOLD_SETUP_SERVERS=0. Starts no service.
+With apt, as root, unless KVHOLD_SETUP_SERVERS=0. Starts none.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
-    """say: reports packages that are still missing"""
+    """say: reports missing packages"""
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")

@@ -9,7 +9,7 @@ _ANSWER_S = 30.0
 
 
 class ProxyProcess(ServerProcess):
-    """Ready when one decode engine can be used. settings: such as KVHOLD_PROXY_PROTOCOL"""
+    """Ready when a decode engine is usable. settings: such as KVHOLD_PROXY_PROTOCOL"""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], **settings: str) -> None:
         super().__init__()

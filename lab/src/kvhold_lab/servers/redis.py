@@ -1,4 +1,4 @@
-"""Real Redis servers: one, a cluster, or a primary, a replica and sentinels.
+"""Redis servers: one, a cluster, or a primary, a replica and sentinels.
 
 They need redis-server, redis-sentinel, and openssl for TLS.
 """
@@ -170,7 +170,7 @@ class RedisCluster:
 
 
 class RedisSentinels:
-    """A primary, a replica, and three sentinels that watch them as `service`.
+    """Three sentinels watch a primary and a replica as `service`.
 
     Failover begins after a minute of silence, or with `be_quick` after half a second.
     """

@@ -1,6 +1,6 @@
 """S3 servers: moto, and a real Ceph gateway (starts in 16 s, 200 MB).
 
-Buckets end with the process, and need boto3.
+Buckets end with the process. Needs boto3.
 """
 
 import importlib.util

@@ -1,7 +1,6 @@
-"""Replays a trace on a fleet of hosts that are each other's peers.
+"""Replays a trace on hosts that are each other's peers.
 
-A host takes the beginning of a prompt from its memory, its peers, then a shared tier. Memories are
-LRU.
+A host takes a prompt's beginning from its memory, its peers, then a shared tier. Memories are LRU.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Generates traces of requests, to compare policies (docs/sizing.md).
+"""Generates traces of requests.
 
 Two blocks are equal if all text up to their ends is equal.
 """
@@ -18,7 +18,7 @@ _Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Turn:
-    """answer: the piece that it adds to the conversation"""
+    """answer: the piece that it adds"""
 
     at_s: float
     prompt: tuple[_Piece, ...]
@@ -47,7 +47,7 @@ _Traffic = Callable[[_Texts, float], Iterator[Iterator[_Turn]]]
 
 
 def generate(name: str, *, seed: int = 1, minutes: float = 60.0) -> Iterator[TimedRequest]:
-    """Yield the requests of `GENERATORS[name]`, ordered by time. Raises KeyError."""
+    """Yield requests in order of time. Raises KeyError."""
     texts, end_s = _Texts(np.random.default_rng(seed)), minutes * 60.0
     blocks = _Blocks()
     for turn in _by_time(GENERATORS[name](texts, end_s)):

@@ -1,4 +1,4 @@
-"""A disk tier with `policy=learned`: the real index, without files."""
+"""The real index of a disk with `policy=learned`, without files."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Replays a trace like `policy_replay`, with compiled models of the policies.
+"""Replays a trace with compiled models of the policies.
 
 Two models have no class: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
 """
@@ -62,8 +62,6 @@ def replay(
         found, stored, promoted, written, evicted, below, victims[: min(num_victims, evicted)]
     )
 
-
-# --- compiled -------------------------------------------------------------------------------------
 
 _STORED, _PROMOTED, _WRITTEN, _EVICTED, _EVICTED_BELOW, _TOTALS = range(6)
 _LRU, _LFU, _FIFO, _MRU, _S3FIFO, _ARC = range(6)

@@ -1,6 +1,6 @@
-"""Draws hit rates over the size of memory, by policy.
+"""Hit rates over the size of memory.
 
-Usage: python -m kvhold_lab.simulate.pictures PICTURE ROWS.json [ROWS.json ...]
+python -m kvhold_lab.simulate.pictures PICTURE ROWS.json [ROWS.json ...]
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Replays a trace on a cache of a given size, with any class that has the methods of `Policy`.
+"""Replays a trace on a cache, with any class that has the methods of `Policy`.
 
 A request touches chunks in memory, promotes the next ones, and stores the rest. All chunks have one
 size and one namespace. Below `learned`, the tier is a real disk index; below another policy that
@@ -42,7 +42,7 @@ class Replayed:
 
 
 def find_policy(name: str) -> Callable[[], Policy]:
-    """name: such as lru, or a module:Class. Raises ConfigError"""
+    """name: such as lru, or module:Class. Raises ConfigError"""
     if name in POLICIES:
         return POLICIES[name]
     try:
@@ -66,11 +66,11 @@ def replay_class(
     times_s: Times | None = None,
     values: Sequence[ValueRun] | None = None,
 ) -> Replayed:
-    """chunks:   [events] int32, the chunks of all requests, end to end
+    """chunks:   [events] int32, of all requests, end to end
     starts:   [requests + 1] int64, where requests begin in `chunks`, and the end
     parents:  [ids] int32, the preceding chunk of each; -1: none
-    times_s:  [requests], arrival times, which `learned` needs
-    values:   the values of a prompt's chunks, for `learned`; None: all are equal
+    times_s:  [requests], of arrival; `learned` needs them
+    values:   of a prompt's chunks, for `learned`; None: all are equal
 
     Raises ConfigError.
     """
@@ -148,7 +148,7 @@ class Arrivals:
 
 
 def learned_policy(arrivals: Arrivals) -> LearnedPolicy:
-    """Raises ConfigError without the trace's clock."""
+    """Raises ConfigError without times."""
     if not arrivals.are_known:
         raise ConfigError(
             "policy learned needs the requests' times; give each line of the trace a timestamp, "
@@ -170,9 +170,7 @@ class _Lower(Protocol):
 
 
 class _Tier:
-    """A simulated place.
-
-    parents: `{key: parent}`; all None in a tier that does not know them
+    """parents: `{key: parent}`; all None in a tier that does not know them
     victims: all evicted keys, in order
     """
 
@@ -193,7 +191,7 @@ class _Tier:
         return len(keys)
 
     def used(self, prompt: Sequence[bytes], lookup: PolicyLookup) -> None:
-        """This policy counts reads."""
+        """Counts reads."""
 
     def read(self, keys: Sequence[bytes]) -> None:
         self.policy.touch_all(keys)
@@ -217,7 +215,7 @@ class _Tier:
         self.policy.insert(key, 1, parent)
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Return the number of stored keys. All are probed before the first is written."""
+        """Return the stored keys' number. All are probed before the first is written."""
         missing = [key for key in keys if key not in self._here]
         reserved = [key for key in missing if self._reserve(key, None)]
         for key in reserved:

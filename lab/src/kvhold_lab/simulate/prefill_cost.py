@@ -1,4 +1,4 @@
-"""The time to compute a prompt's KV (docs/sizing.md).
+"""The time to compute a prompt's KV.
 
 The defaults are for Llama-3.1-8B on one H100 SXM in bfloat16. Without attention, a token takes 2
 FLOPs for each of the layers' 7.0 billion parameters: 25,000 tokens/s at 350 TFLOP/s. For each
@@ -16,8 +16,7 @@ from kvhold.core.planning import ComputeCost
 @dataclass(frozen=True)
 class PrefillCost:
     """tokens_per_s:     at the beginning of a prompt
-    attention_tokens: the position at which attention takes as long as all else; infinite: no
-        attention
+    attention_tokens: where attention takes as long as all else; infinite: no attention
     """
 
     tokens_per_s: float = 25_000.0

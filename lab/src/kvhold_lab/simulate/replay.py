@@ -46,11 +46,10 @@ def serve(
 ) -> npt.NDArray[np.int32]:
     """Return chunks found in memory and below, by request: [requests, 2].
 
-    lower_chunks: capacity of a disk below memory; 0: no disk
+    lower_chunks: of a disk below memory; 0: no disk
     cost:         of the prefill, for `ttft`
 
-    Raises CapacityError, ConfigError: `learned` lacks the requests' times, KVHoldError: a slow
-    disk.
+    Raises CapacityError; ConfigError: `learned` lacks times; KVHoldError: a slow disk.
     """
     with tempfile.TemporaryDirectory(prefix="kvhold-simulate-") as folder:
         settings = _settings(Path(folder), policy, policy_for, ram_chunks, lower_chunks)

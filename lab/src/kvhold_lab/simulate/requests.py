@@ -1,4 +1,4 @@
-"""The lines of a service's trace, in Mooncake's format (docs/load.md)."""
+"""Lines of a trace, in Mooncake's format (docs/load.md)."""
 
 from collections.abc import Iterable, Iterator
 from math import ceil, isfinite

@@ -1,4 +1,4 @@
-"""Simulates the hit rates of caches, by the rules in `policy_replay.py`."""
+"""Simulates hit rates, by the rules in `policy_replay.py`."""
 
 import time
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _CHUNK = Layout(
 @dataclass(frozen=True)
 class Setup:
     """policy:     a name, or module:Class
-    disk_bytes: of a disk tier below memory; 0: none
+    disk_bytes: of a tier below memory; 0: none
     ratio:      the disk codec's plain bytes / frame bytes
     cost:       of the prefill that hits save
     policy_for: for `learned`, else empty
@@ -50,11 +50,10 @@ class Setup:
 class SimulatedRow:
     """hit_rate:         tokens found / tokens of all prompts
     hit_requests:     requests with a chunk found
-    saved_s:          seconds of prefill that hits save, without the time to load
+    saved_s:          seconds of prefill, without the time to load
     evicted:          from memory, as `evictions`
     written_bytes:    as `disk_bytes_written`; 0 for `belady`
-    request_hit_rate: of all requests
-    events_per_s:     chunks replayed per second, in one thread
+    events_per_s:     chunks replayed, in one thread
     """
 
     policy: str
@@ -103,7 +102,7 @@ def replay_policy(
 
 
 def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
-    """None: all values are equal, as for `tokens` and `bytes`. For `ttft`, a tier below is slow."""
+    """None: all are equal, as for `tokens` and `bytes`. For `ttft`, a tier below is slow."""
     if setup.policy_for != "ttft":
         return None
     most = int(np.diff(cut.starts).max(initial=0))

@@ -24,12 +24,12 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Cut:
-    """Prompts in whole chunks of one size.
+    """Whole chunks of one size.
 
     chunks:  [events] int32, of all requests; equal numbers mean equal prefixes
     starts:  [requests + 1] int64, where each request begins in `chunks`, and the end
     parents: [ids] int32, the preceding chunk; -1: none
-    times_s: [requests], arrival times; None: the trace has none
+    times_s: [requests], of arrival; None: unknown
     """
 
     tokens_per_chunk: int
@@ -45,7 +45,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts in blocks; the last one may be short. Arrays as in `Cut`.
+    """The last block may be short. Arrays as in `Cut`.
 
     num_tokens: [requests] int64
     """

@@ -1,4 +1,4 @@
-"""A simulated NATS JetStream, and each host's connections.
+"""A simulated NATS JetStream.
 
 Messages come late, twice, forged or not at all.
 """
@@ -42,7 +42,7 @@ class _Away(Exception):
 
 
 class SimStream:
-    """is_fair: nothing is lost at random any more"""
+    """is_fair: nothing is lost at random"""
 
     def __init__(self, world: World, *, usual_s: float) -> None:
         self.world = world
@@ -130,7 +130,7 @@ class SimStream:
 
 
 class SimBus:
-    """newest_s: by incarnation, the sealing time of its newest message here"""
+    """newest_s: by incarnation, the sealing time of its newest message"""
 
     source = "the simulated bus"
 

@@ -447,8 +447,6 @@ class SimCentral:
         self._fault._inner.hangs = 0.0  # type: ignore[attr-defined]
 
     def rest(self) -> None:
-        """Wait until nothing is in progress."""
-
         def rests() -> bool:
             central = self._central
             if central is None or len(central._logins):

@@ -1,4 +1,4 @@
-"""Reports violations of the rules in `docs/simulation.md`."""
+"""The rules of `docs/simulation.md`."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The rule "no read after a clear": finds the clears that *bind* a host's lookup.
+"""The rule "no read after a clear": which clears *bind* a host's lookup.
 
 `HostClears` is the rule for hosts that share a tier (decision 0026).
 """

@@ -1,4 +1,4 @@
-"""A simulated client: `NodeClient` with tasks for threads, and an engine that uses it."""
+"""`NodeClient` with tasks for threads, and an engine that uses it."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The clocks of one simulated host."""
+"""One host's clocks."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,4 +1,4 @@
-"""The simulated host's file descriptors: connections and nodes' spare ones, not files."""
+"""The simulated host's file descriptors: connections and nodes' spare ones."""
 
 import errno
 import os

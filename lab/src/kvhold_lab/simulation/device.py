@@ -1,4 +1,4 @@
-"""A client's device: the real copier over a fake device.
+"""The real copier over a fake device.
 
 Streams go on after their process was killed.
 """
@@ -63,7 +63,7 @@ class SimDevice(FakeDevice):
         nbytes: int,
         sums: Sequence[int],
     ) -> bytes | None:
-        """Return the bytes that the next kernel reads; None: damaged."""
+        """Return the next kernel's bytes; None: damaged."""
         view, blocks = _blocks(len(sums), nbytes // len(sums))
         memory = np.frombuffer(arena, np.uint8)
         seen: list[bytes] = []

@@ -47,7 +47,7 @@ _MOST_FOLLOWED = 24
 _FOLLOWED_OF_MANY = (3, 6, 9)  # in a larger fleet
 _RARER = 10  # in a fleet of more than four
 _BEAT_OF_MANY_S = 2.5  # half of the silence that loses a peer
-_LATEST_S = 10.0  # a host of a directory may begin so late
+_LATEST_S = 10.0  # a host may begin so late
 _MOST_OLD_S = 2 * SILENT_S + 0.5  # of the newest record, while the bus is followed
 
 
@@ -288,7 +288,7 @@ def _ip(network: int, number: int) -> str:
 class Fleet:
     """num_hosts: 0: 2 to 4, by the seed
     stream:  None: no bus
-    members: None: the list of peers is fixed
+    members: None: a fixed list of peers
     """
 
     def __init__(self, world: World, num_hosts: int = 0) -> None:

@@ -10,7 +10,7 @@ _SMALL = 8
 @dataclass(frozen=True)
 class FleetDraw:
     """directory: `static`, `dns` or `etcd`
-    has_two_addresses: the list has a second one of each host
+    has_two_addresses: the list has each host twice
     pause_s: longest time between two calls, which makes a bus late
     """
 

@@ -1,4 +1,4 @@
-"""A simulated node with a server and a tier of peers."""
+"""A node with a server and a tier of peers."""
 
 import ssl
 from collections.abc import Mapping, Sequence

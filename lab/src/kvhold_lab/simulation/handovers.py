@@ -1,4 +1,4 @@
-"""Hand-overs, and the rule that they are kept for their time."""
+"""The rule that hand-overs are kept for their time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ class SimHandovers:
 @dataclass(eq=False)
 class _Promise:
     """since_s: the lookup, or the last stored chunk
-    may_end: an engine has read the prompt, or it ended in another way
+    may_end: an engine has read the prompt, or it ended otherwise
     """
 
     owner: Any
@@ -58,7 +58,6 @@ class HandoverPromises:
         self._promises: list[_Promise] = []
 
     def watch(self, state: CacheState) -> None:
-        """A node starts."""
         self._promises.clear()
         pins: Any = state._handovers
         begin, read, release, clear = pins.begin, pins.read, pins.release_owner, pins.clear

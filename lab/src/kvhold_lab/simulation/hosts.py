@@ -1,4 +1,4 @@
-"""Several hosts with one shared tier, by the rule of `clears.py`."""
+"""Hosts with one shared tier."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator

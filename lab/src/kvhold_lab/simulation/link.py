@@ -1,4 +1,4 @@
-"""A simulated link: `Link`'s methods, with tasks and a simulated socket.
+"""`Link`'s methods, with tasks and a simulated socket.
 
 Bytes are read only while a caller waits.
 """

@@ -1,5 +1,3 @@
-"""A simulated node's listening socket, for the real `Listener`."""
-
 import asyncio
 import os
 from collections import deque

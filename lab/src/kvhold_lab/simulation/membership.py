@@ -1,7 +1,4 @@
-"""Simulated directories of peers, behind the real `DnsDirectory` and `EtcdDirectory`.
-
-A directory is late, incomplete, old or away.
-"""
+"""Directories for the real `DnsDirectory` and `EtcdDirectory`: late, incomplete, old or away."""
 
 import asyncio
 import socket
@@ -32,7 +29,7 @@ _SLOW_S = 3.0
 
 
 class SimMembership(ABC):
-    """lists_itself: a host finds its own addresses in its list"""
+    """lists_itself: a host finds its own addresses"""
 
     lists_itself = True
 
@@ -48,7 +45,7 @@ class SimMembership(ABC):
         """Return a node's directory, which lists these hosts."""
 
     def has_changed(self, host: int, addresses: Sequence[str]) -> None:  # noqa: B027
-        """addresses: of a host's node; empty: there is no node"""
+        """addresses: of a host's node; empty: none"""
 
     @abstractmethod
     def trouble(self) -> None:

@@ -1,4 +1,4 @@
-"""A simulated node, without the pages, socket, lock and signals of `Node`."""
+"""A node, without the pages, socket, lock and signals of `Node`."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The rule "no read after a clear" for hosts that are each other's peers.
+"""The rule "no read after a clear" for peers.
 
 A clear binds a lookup on each host that knows it. It is *overtaken* if another host, whose clock
 differs, began an earlier one of the same prefix whose number is not smaller. Then chunks stored
@@ -38,7 +38,7 @@ class PeerClears:
         self._heard.setdefault(prefix, []).append((number, self.shared.world.number()))
 
     def begins(self, prefix: bytes) -> None:
-        """The tier worker begins this host's oldest clear."""
+        """This host's oldest clear."""
         for clear in self._own(prefix):
             if clear.began not in self._begun:
                 self._begun.add(clear.began)

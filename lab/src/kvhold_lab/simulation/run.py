@@ -1,4 +1,4 @@
-"""One seed's simulation, from its start to the baseline."""
+"""One seed's simulation."""
 
 import asyncio
 import gc
@@ -56,7 +56,7 @@ class SeedResult:
 
 def simulate(seed: int, *, trace: bool = False, hosts: int = 0) -> SeedResult:
     """trace: keep the history
-    hosts: that are each other's peers; 0: by the seed
+    hosts: 0: by the seed
     """
     world = World(seed, keep_notes=trace)
     with _real_code_simulated(world):

@@ -1,5 +1,3 @@
-"""The real scrubber on a loop of its own."""
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,12 +1,10 @@
-"""Small sizes for the real code."""
-
 from random import Random
 from typing import Any
 
 
 class DrawnSizes:
     def __init__(self, *rows: tuple[Any, str, tuple[int, ...]]) -> None:
-        """rows: module, name, and the values to draw"""
+        """module, name, and the values to draw"""
         self._rows = rows
         self._usual = [getattr(module, name) for module, name, _ in rows]
 

@@ -34,7 +34,7 @@ class SimulationError(KVHoldError):
 
 @dataclass
 class SimulationResult:
-    """findings: seeds with a finding; found: the first, with replay commands"""
+    """findings: seeds with one; found: the first, with replay commands"""
 
     seeds: int = 0
     operations: int = 0
@@ -67,7 +67,7 @@ class MutationsResult:
 def run(
     seeds: int, first: int, *, hosts: int = 0, tell: Callable[[str], None] = lambda _: None
 ) -> SimulationResult:
-    """hosts: that are each other's peers; 0: by each seed
+    """hosts: 0: by each seed
     tell:  called with each of the first findings
 
     Raises SimulationError.
@@ -117,9 +117,9 @@ def run_mutations(
     hosts: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> MutationsResult:
-    """Simulate seeds on a copy of the code with each mutation, until one finds it.
+    """Run seeds with each mutation, until one finds it.
 
-    names: only these; by default all but the rare ones
+    names: by default all but the rare ones
 
     Raises PatchError, SimulationError.
     """

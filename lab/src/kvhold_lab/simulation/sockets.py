@@ -1,5 +1,3 @@
-"""Sockets of simulated threads."""
-
 import asyncio
 import errno
 from asyncio import events
@@ -204,7 +202,7 @@ class Network:
         self._sockets = world.sockets
 
     def holds(self, sock: SimSocket, go_on: Callable[[], None]) -> bool:
-        """Whether sent bytes are held; then `go_on` is called later."""
+        """Whether sent bytes wait; then `go_on` is called later."""
         return False
 
     def delay(self, sock: SimSocket) -> float:

@@ -15,7 +15,7 @@ _LOOK_S = 1.0  # how often a slow transfer checks whether the faults are over
 
 @dataclass
 class SimTierStore:
-    """The values outlive nodes. is_damaged: a fault has flipped bits"""
+    """The values outlive nodes. is_damaged: by flipped bits"""
 
     name: str
     most_bytes: int

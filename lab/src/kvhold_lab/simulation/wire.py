@@ -1,4 +1,4 @@
-"""A socket between two simulated processes: bytes arrive in order, late, and cut anywhere.
+"""A socket between two processes: bytes arrive in order, late, and cut anywhere.
 
 An end closes when its last copy closes: a forked child has one.
 """
@@ -46,7 +46,6 @@ class End:
         return len(some)
 
     def pull(self) -> bytes:
-        """Empty at the end."""
         if not self._in and not self._eof_seen:
             raise BlockingIOError
         data = bytes(self._in)

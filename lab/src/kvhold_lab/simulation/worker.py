@@ -1,9 +1,8 @@
-"""Run seeds in a process, and print lines of JSON.
+"""Run seeds in a process.
 
 Usage: PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace] [--hosts N]
 
-Without FIRST and COUNT, its input has lines of both. After each line's seeds, prints {"done":
-true}.
+Without FIRST and COUNT, input lines have both. After each line's seeds, prints {"done": true}.
 """
 
 import gc

@@ -72,7 +72,7 @@ class World:
         self._keep_notes = keep_notes
         self._loops: list[SimLoop] = []
         self._ready: list[SimLoop] = []
-        # stalled loops with handles, by time; also former ones
+        # stalled loops with handles, by time
         self._stalled: list[tuple[float, int, SimLoop]] = []
         self._num_stalls = 0
         self._dead: list[SimLoop] = []
@@ -239,7 +239,7 @@ class World:
 
 
 class SimThread:
-    """A thread for slow calls. usual_s: of a call; may be changed"""
+    """usual_s: of a call; may be changed"""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""A stepped vLLM engine, only for `engine_child`, whose parent sets the environment."""
+"""Only for `engine_child`, whose parent sets the environment."""
 
 import gc
 from typing import Any

@@ -1,5 +1,3 @@
-"""vLLM engines in a child process, one after the other."""
-
 import sys
 from collections.abc import Mapping
 from types import TracebackType

@@ -73,9 +73,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
-    """The settings that vLLM derived.
-
-    block_sizes: tokens of a block, by KV cache group; a recurrent group does not limit prompts
+    """block_sizes: tokens, by KV cache group; a recurrent group does not limit prompts
     token_bytes: KV of one token in all layers and workers
     """
 
@@ -106,7 +104,6 @@ class VerifyServed(ChildReply, frozen=True, kw_only=True, tag="served"):
     """ends:       vLLM's `finish_reason` (normally "length"), or "abort"
     aborted_in: the stage, or ""
     margins:    each token's lead over the next best, in natural log probability
-    names:      the scheduler's request names
     """
 
     token_ids: list[list[int]]

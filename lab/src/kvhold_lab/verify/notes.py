@@ -17,7 +17,7 @@ _RECORD_BYTES = _NAME_BYTES + _CONTENT_BYTES + _DIGEST_BYTES
 
 @dataclass(frozen=True)
 class Verdict:
-    """unknown:  blocks whose content was never seen computed
+    """unknown:  blocks never seen computed
     in_part:  loads that ended within a block, which cannot be compared
     """
 

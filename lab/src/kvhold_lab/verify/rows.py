@@ -9,9 +9,8 @@ UNSUPPORTED = "unsupported by vLLM"
 
 @dataclass(frozen=True)
 class VerifyRow:
-    """kv_exact:     all loaded blocks held the computed bytes; None: none was compared
-    tokens_equal: all tokens equal those of vLLM alone, except at near ties; None: not run, or no
-        proof
+    """kv_exact:     all loaded blocks had the computed bytes; None: none was compared
+    tokens_equal: to vLLM alone, except at near ties; None: not run, or no proof
     outcome:      "refused": by kvhold; "unsupported": vLLM does not run it, or not reproducibly;
         "off": vLLM turns the path off
     ties:         answers that differ after a near tie

@@ -86,7 +86,7 @@ class Verification:
         self._references: dict[str, EngineAnswers] = {}
 
     def rows(self) -> Iterator[VerifyRow]:
-        """Failures are rows, too. There is one row if vLLM does not run the model."""
+        """Failures are rows, too. One row if vLLM does not run the model."""
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:

@@ -1,4 +1,4 @@
-"""Serve requests that arrive and end while others run, by engine steps."""
+"""Requests that arrive and end while others run."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _BEST = 2
 
 @dataclass
 class _Live:
-    """A running request. reached: steps since the stage of its abort"""
+    """reached: steps since the stage of its abort"""
 
     arrival: VerifyArrival
     name: str = ""

@@ -1,4 +1,4 @@
-"""Near ties: positions where the engine itself might have chosen another token.
+"""Near ties: where the engine itself might have chosen another token.
 
 The batch decides the last bits of a sum. A logit's step is one unit in the last place: in bfloat16
 1/16, for logits from 8 to 16. A lead of two steps may disappear.

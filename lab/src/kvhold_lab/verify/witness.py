@@ -1,8 +1,8 @@
-"""Check the blocks that KVHoldConnector loads, without the connector's code.
+"""Check the blocks that KVHoldConnector loads, without its code.
 
-vLLM's own calls show which blocks a pass computes and a load fills. The digest of each loaded block
-must be among those of blocks computed for the same adapter, images and tokens, in this engine or
-an earlier one of the same `witness_folder`. Runs on the engine's thread.
+vLLM's own calls show which blocks a pass computes and a load fills. A loaded block's digest must be
+among those of blocks computed for the same adapter, images and tokens, in this engine or an earlier
+one of the same `witness_folder`. Runs on the engine's thread.
 """
 
 import json
@@ -45,7 +45,7 @@ class WitnessHeld:
 
 @dataclass
 class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dictates
-    """in_pass: requests whose loads end in this pass; the connector reports other ends
+    """in_pass: requests whose loads end in this pass; the connector reports others
     in_part: requests that also load a part of a block, which cannot be compared
     """
 
@@ -168,9 +168,7 @@ def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
 
 @dataclass
 class _Followed:
-    """A request and its loads.
-
-    found_at: computed tokens at the last lookup
+    """found_at: computed tokens at the last lookup
     num_read: by group, blocks read or computed by other requests
     hashes:   by block size, of the expected contents
     """

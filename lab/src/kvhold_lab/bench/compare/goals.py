@@ -1,5 +1,3 @@
-"""Compute the goals from cells and rows."""
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal

@@ -1,4 +1,4 @@
-"""LMCache 0.5.6 for vLLM on a CPU: its server, in its own environment, and an engine's settings."""
+"""LMCache 0.5.6 for vLLM on a CPU, in its own environment."""
 
 import os
 import socket
@@ -14,8 +14,7 @@ from kvhold_lab.servers.base import free_port
 
 _TOKENS_PER_CHUNK = 256
 
-# LMCache's memory then keeps nothing. By default it refuses a prompt of four chunks if less is
-# free.
+# Keep nothing in LMCache's memory. By default it refuses four chunks if less is free.
 _ONLY_BELOW = ("--l2-store-policy", "skip_l1")
 
 _START_S = 120.0

@@ -1,5 +1,3 @@
-"""The names of the compared systems (docs/benchmarks.md)."""
-
 from collections.abc import Sequence
 
 RECOMPUTE = "recompute"

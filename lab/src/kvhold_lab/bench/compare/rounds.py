@@ -1,4 +1,4 @@
-"""The plan of `kvhold bench vllm`: rounds of all shares of reuse, in memory.
+"""The rounds of `kvhold bench vllm`.
 
 The first round does not count.
 """
@@ -9,7 +9,7 @@ from kvhold_lab.bench.compare import names
 from kvhold_lab.bench.compare.visits import BURST, WITHIN, ComparePlan, Visit, VisitStage
 
 SHARES = (0, 25, 50, 75, 100)
-HELD_PROMPTS = 48  # a round makes 32, and 44 with `unchecked`
+HELD_PROMPTS = 48  # a round makes 32, or 44 with `unchecked`
 
 _WORKLOAD = "working set of a round"
 _KVHOLD = names.key(names.KVHOLD, "ram")

@@ -25,11 +25,10 @@ _CONTROLS = (AGAIN, LIMIT, *COPIES)
 class SystemRow:
     """None: not measured, see `error`.
 
-    throughput: tokens of prompts and outputs a second, in bursts
+    throughput: tokens a second, in bursts
     ratio_to_best_peer: of TTFT
     interval: of that ratio, 95 %
     cached_tokens: of the shortest hit
-    sources: tokens that the node found, by tier
     """
 
     workload: str

@@ -1,4 +1,4 @@
-"""The rounds: every system gets the same prompts, in a changing order.
+"""Every system gets the same prompts, in a changing order.
 
 A system that fails, or answers differently from "recompute", is dropped, or ends a strict run.
 """

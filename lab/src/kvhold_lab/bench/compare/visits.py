@@ -1,4 +1,4 @@
-"""The requests of a run: stages of visits to documents.
+"""Stages of visits to documents.
 
 Shares of reuse fall, so earlier visits had the reused part.
 """
@@ -28,7 +28,7 @@ VISITING = (
 )
 
 _FIRST_DOCUMENT = 1_000_000
-_ALL_ASKED = 12  # about as many engines as get a prompt by default
+_ALL_ASKED = 12
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Visit:
-    """reuse:   per cent of a prompt that comes from its document
+    """reuse:   per cent of a prompt, from its document
     asked:   systems; empty: all but copies of the kvhold engine
     forgets: all engines but the limit first clear their prefix cache
     """
@@ -81,8 +81,8 @@ class VisitStage:
 class ComparePlan:
     """held_prompts:  prompts that a connector in "ram" holds
     strict:        a failure or another answer ends the run
-    settles:       wait until a system rests before the next is asked
-    page_cache:    leave lower tiers' files in the kernel's page cache
+    settles:       wait for each system to rest
+    page_cache:    keep lower tiers' files there
     """
 
     command: str

@@ -1,4 +1,4 @@
-"""One cache in a process that acts as the engine.
+"""One cache, in a process that acts as the engine.
 
     python -m kvhold_lab.bench.compare_engines.child kvhold_lab.bench.compare_engines.kvhold_child
     .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
@@ -42,11 +42,10 @@ Layers = Sequence[npt.NDArray[np.uint16]]
 
 @dataclass(frozen=True)
 class ChildOptions:
-    """Stores read one region of the engine's pool, retrieves write another.
+    """Stores read one part of the engine's pool, retrieves write another.
 
-    tier:       source of retrieves: ram, disk or redis
     num_tokens: of the longest prompt
-    folder:     empty, for sockets and the disk tier
+    folder:     empty
     redis_port: 0: no Redis
     page_cache: keep the disk tier's files in the page cache
     """
@@ -83,10 +82,10 @@ class ChildDriver(Protocol):
         """[2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
 
     def expect(self, num_tokens: int) -> None:
-        """The next store, for `settle`. Not timed."""
+        """The next store, for `settle`."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Return when the engine may write to its blocks again."""
+        """Return when the engine may reuse its blocks."""
 
     def settle(self) -> None:
         """Wait until the last store is in `tier`."""

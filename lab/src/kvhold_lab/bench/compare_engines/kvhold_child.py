@@ -118,7 +118,7 @@ class KVHold:
             return hit.num_tokens
 
     def forget(self) -> None:
-        """Above a lower tier, fill memory with other prompts."""
+        """Above a lower tier: fill memory with other prompts."""
         if self._options.tier == "ram":
             self._client.clear()
             return

@@ -1,7 +1,7 @@
 """The measured LMCache 0.5.6.
 
 in-process      our connector calls its host copies; it has none for CPUs
-engine-driven   server; this process copies through shared memory (default on CPUs)
+engine-driven   server; this process copies through shared memory (default)
 lmcache-driven  server; it maps this process's blocks and copies
 """
 

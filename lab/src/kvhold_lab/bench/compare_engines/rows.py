@@ -1,4 +1,4 @@
-"""Rows: medians, and ratios within cells (one operation, tier and round)."""
+"""Rows: medians, and ratios within cells (operation, tier, round)."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """None: not measured or not applicable. ratio_to_best_peer: below 1: faster or smaller"""
+    """None: not measured or not applicable. ratio_to_best_peer: below 1 is better"""
 
     operation: str
     tier: str

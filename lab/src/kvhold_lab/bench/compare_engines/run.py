@@ -250,7 +250,7 @@ def _lookups(
 def _alone(
     work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured
 ) -> None:
-    """Memory of two systems would count half."""
+    """Two systems' memory would count half."""
     options = work.options("ram")
     for _ in range(_alone_rounds(work)):
         started_s: dict[str, float] = {}

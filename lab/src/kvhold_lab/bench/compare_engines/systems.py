@@ -1,5 +1,3 @@
-"""The compared caches: each in its own process."""
-
 import os
 import sys
 import tempfile

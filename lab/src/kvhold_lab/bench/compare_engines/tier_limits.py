@@ -1,5 +1,3 @@
-"""Limits of a lower tier: the plainest program with equal values."""
-
 import mmap
 import time
 from collections.abc import Callable
@@ -40,7 +38,7 @@ class DiskLimits:
         self._page_cache = page_cache
 
     def measure(self) -> dict[str, Moved]:
-        """Measure without O_DIRECT if the file system lacks it."""
+        """Without O_DIRECT if the file system lacks it."""
         moved = {}
         for name, direct in DISK_LIMITS.items():
             try:

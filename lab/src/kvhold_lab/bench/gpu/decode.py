@@ -1,4 +1,4 @@
-"""How much stores and loads slow a decoding engine, by the device's clock.
+"""How much copies slow a decoding engine, by the device's clock.
 
 Windows with and without copies alternate. A step stores 16 MiB in 5 ms, as a prefill of 25,000
 tokens a second does.
@@ -30,7 +30,7 @@ _MOST_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class _Sizes:
-    """rounds: even, so that a drift counts for both kinds of windows"""
+    """rounds: even, so that a drift counts for both"""
 
     rounds: int
     steps: int
@@ -103,10 +103,10 @@ class Beside(Protocol):
         """Submit a copy."""
 
     def step(self) -> None:
-        """After a step: submit a copy, if few are in flight."""
+        """After a step: keep copies in flight."""
 
     def ended_bytes(self) -> int:
-        """Return the bytes of copies that have ended since `begin`."""
+        """Return the bytes that ended since `begin`."""
 
     def end(self) -> None:
         """Raises the copies' errors."""

@@ -1,4 +1,4 @@
-"""A decoding engine without a scheduler: steps on its own stream, timed by the device."""
+"""A decoding engine without a scheduler, timed by the device."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The mini engine without kvhold, with stores, and with loads: equal tokens and KV bytes."""
+"""The mini engine without kvhold, storing, and loading: equal tokens and KV."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Stores and loads with pieces of 8, 18, 64 KiB and 2 MiB. The limit is a copy in one piece."""
+"""Stores and loads by size of pieces. The limit is a copy in one piece."""
 
 from collections.abc import Iterator
 
@@ -109,7 +109,6 @@ def _is_exact(copier: Copier, sample: CopySample) -> bool:
 
 
 def _holds(piece: Piece, tensors: list[torch.Tensor]) -> bool:
-    """Compare host and device."""
     sample = 0, piece.places.offsets.size - 1
     for chunk in sample:
         at = int(piece.places.offsets[chunk])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class GpuRow:
     """limit: in the same unit and run; None: none
-    ok:    goal met, or check passed; None: no goal for this target
+    ok:    goal met, or check passed; None: no goal here
     """
 
     part: str
@@ -19,7 +19,7 @@ class GpuRow:
 def rate(
     part: str, name: str, nbytes: int, seconds: float, limit_s: float, goal: float | None
 ) -> GpuRow:
-    """Make a row in GB/s. goal: the least ratio"""
+    """goal: the least ratio"""
     ratio = limit_s / seconds
     ok = None if goal is None else ratio >= goal
     return GpuRow(

@@ -1,4 +1,4 @@
-"""Blocks of one piece size, and an arena with chunks of half of the blocks."""
+"""Blocks of one piece size, and an arena with chunks of one half."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +21,13 @@ _BLOCK_TOKENS = 16
 class CopySample:
     """tensors: uint8 [blocks, piece_bytes], one for each layer
     stored:  the stored blocks, and all chunks
-    loaded:  the loaded blocks, and the same chunks
+    loaded:  the loaded blocks, and these chunks
     """
 
     def __init__(
         self, target: Target, *, piece_bytes: int, total_bytes: int, layers: int = 32
     ) -> None:
-        """total_bytes: of the arena, rounded down to whole chunks"""
+        """total_bytes: rounded down to whole chunks"""
         chunk_bytes = layers * BLOCKS_A_CHUNK * piece_bytes
         chunks = max(1, total_bytes // chunk_bytes)
         blocks = 2 * chunks * BLOCKS_A_CHUNK

@@ -41,7 +41,6 @@ class Target:
 
     @cached_property
     def _sums_on(self) -> str | None:
-        """As an engine has it."""
         if self.kind == "fake":
             return "cpu"
         assert self.driver is not None
@@ -94,7 +93,7 @@ class Target:
     def seconds(
         self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
     ) -> dict[str, float]:
-        """Medians, synchronised, without the first round."""
+        """Medians, without the first round."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + rounds):
             for name, call in calls.items():

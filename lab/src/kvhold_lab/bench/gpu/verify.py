@@ -1,4 +1,4 @@
-"""`kvhold verify` by set-up, several at the same time."""
+"""`kvhold verify` by set-up, several at a time."""
 
 import json
 import os
@@ -29,8 +29,6 @@ _ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 @dataclass(frozen=True)
 class _Setup:
-    """classes: of `kvhold verify --classes`"""
-
     name: str
     classes: str
     paths: str = _PATHS
@@ -83,7 +81,6 @@ def rows(target: Target) -> Iterator[GpuRow]:
 def _verify(
     setup: _Setup, share: dict[str, Any], cores: int, file: Path
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of `kvhold verify`, and its last words."""
     arguments = {
         "--classes": setup.classes,
         "--paths": setup.paths,

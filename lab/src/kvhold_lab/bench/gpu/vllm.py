@@ -1,4 +1,4 @@
-"""TTFT of computed and loaded prompts in vLLM, with kvhold and with vLLM's offloading."""
+"""TTFT of computed and loaded prompts in vLLM, with kvhold and with offloading."""
 
 import json
 import random
@@ -20,8 +20,8 @@ from kvhold_lab.engines.prompts import save_tokenizer, train_tokenizer
 PART = "vllm"
 _ROUNDS = 5
 _HELD_PROMPTS = 3
-_ROOM = 32  # tokens
-_VOCABULARY = 500  # of the prompts
+_ROOM = 32
+_VOCABULARY = 500
 _ANSWER = 1
 _PATIENCE_S = 30.0
 _LLAMA_8B = {
@@ -74,9 +74,8 @@ class _Sizes:
 
 @dataclass
 class _Times:
-    """Seconds to the first token, by length.
+    """Seconds by length.
 
-    block: tokens of a block
     found: cached tokens of the second time, the fewest
     """
 
@@ -186,7 +185,7 @@ def _measure(
                 if connector is not None:
                     engine.reset_prefix_cache()
                 second = engine.generate(prompt, max_tokens=_ANSWER)
-                if not number:  # the first round warms up
+                if not number:  # warm-up
                     continue
                 times.first.setdefault(length, []).append(first.ttft_s)
                 times.second.setdefault(length, []).append(second.ttft_s)

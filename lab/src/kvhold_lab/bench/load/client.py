@@ -1,6 +1,6 @@
 """Streams and times completions of an OpenAI-compatible server.
 
-A failed request is a reply with an error, such as "timeout".
+A failure is a reply with an error, such as "timeout".
 """
 
 import time
@@ -32,7 +32,7 @@ class Endpoint:
     """base_url: without a path, /v1 is added
     api_key: in no message
     ignore_eos: request full length; other servers than vLLM and SGLang may refuse
-    user_header: for the user's number, for routers
+    user_header: for the user's number
     timeout_s: for a whole answer
     """
 

@@ -1,5 +1,3 @@
-"""One workload on demo servers with different policies (`in_turns.py`)."""
-
 import asyncio
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The server's counters: hit tokens by tier, from its /metrics (docs/metrics.md)."""
+"""The server's hit tokens by tier, from its /metrics."""
 
 import math
 import re
@@ -23,7 +23,7 @@ Counts = Mapping[tuple[str, str], float]
 @dataclass(frozen=True)
 class Hits:
     """looked_up, by_tier, missed: by kvhold
-    loaded: by the engine from its connector
+    loaded: from the connector
     own: in the engine's prefix cache
     """
 

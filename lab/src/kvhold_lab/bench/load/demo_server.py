@@ -1,4 +1,4 @@
-"""A server to try workloads: vLLM with kvhold and a small model."""
+"""vLLM with kvhold and a small model."""
 
 import tempfile
 from collections.abc import Iterator

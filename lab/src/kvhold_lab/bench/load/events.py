@@ -1,4 +1,4 @@
-"""Parses the server-sent events of OpenAI-compatible servers. The input is not trusted. No I/O."""
+"""Parses server-sent events. The input is not trusted."""
 
 from array import array
 from dataclasses import replace

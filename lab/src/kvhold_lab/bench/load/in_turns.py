@@ -1,4 +1,4 @@
-"""Sends each request to several servers, one after the other, so that they can be compared."""
+"""Sends each request to several servers, one after the other."""
 
 import asyncio
 import time

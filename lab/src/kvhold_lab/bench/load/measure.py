@@ -1,4 +1,4 @@
-"""One measurement: warm-up requests, a workload's phases, and the server's counters of each."""
+"""Warm-up requests, a workload's phases, and the server's counters of each."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ async def measure(
     progress_s: float,
     keep: Callable[[Result], None],
 ) -> None:
-    """keep: gets each result. Raises ConfigError, Unanswered."""
+    """Raises ConfigError, Unanswered."""
     async with LoadClient(endpoint) as client:
         await _prewarm(client, prompts, prewarm)
 

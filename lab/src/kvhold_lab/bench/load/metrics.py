@@ -31,7 +31,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """duration_s: from the first start to the last end, failed ones too
+    """duration_s: from the first start to the last end, with failures
     busy_s: with a successful request in flight
     itl_s: between tokens
     late_s: from arrival to sending
@@ -59,7 +59,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Gains:
-    """latency: ratio of the times in flight per request"""
+    """latency: ratio of times in flight per request"""
 
     ttft: float
     latency: float
@@ -133,7 +133,6 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    """None if any is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

@@ -1,5 +1,3 @@
-"""A measurement as a picture or an HTML page."""
-
 import base64
 import io
 from collections.abc import Sequence

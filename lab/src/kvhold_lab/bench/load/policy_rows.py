@@ -1,7 +1,4 @@
-"""Make rows from the results of several policies.
-
-Intervals are of 95 %, by bootstrap; one user's requests are drawn together.
-"""
+"""Intervals are of 95 %, by bootstrap over users."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence

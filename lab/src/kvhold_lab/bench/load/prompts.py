@@ -1,6 +1,6 @@
-"""Made-up prompts: a name and a number determine the text.
+"""Made-up prompts, by a name and a number.
 
-Token ids have an exact length. As text, a word is about one token.
+Token ids have an exact length; a word is about one token.
 """
 
 import math
@@ -13,7 +13,7 @@ from kvhold.core.errors import ConfigError
 
 Content: TypeAlias = str | list[int]
 
-# most vocabularies are larger, and begin with special tokens and bytes
+# most vocabularies are larger, and begin with special tokens
 FIRST_ID, VOCAB_SIZE = (256, 8_000)
 _FEWEST_IDS = 2
 
@@ -33,7 +33,7 @@ class Prompts(Protocol):
     def piece(self, name: str, number: int, num_tokens: int) -> Content:
         """Return tokens or words; a shorter piece is a prefix of a longer one.
 
-        Numbers of one name, up to 63 bits, differ within the first tokens.
+        Numbers, up to 63 bits, differ within the first tokens.
         """
 
 

@@ -28,7 +28,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Gates:
-    """Gains are factors. None: no requirement"""
+    """Gains are factors. None: not required"""
 
     ttft_gain: float | None = None
     latency_gain: float | None = None

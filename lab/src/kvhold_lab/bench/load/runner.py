@@ -1,7 +1,7 @@
-"""Sends a workload's requests when they are due, and keeps the results.
+"""Sends a workload's requests when due.
 
-Open loop: at the arrival time. Closed loop: when fewer than `max_in_flight` are in flight.
-Cancelling drops requests in flight.
+Open loop: at the arrival time. Closed loop: at most `max_in_flight` in flight. Cancelling drops
+requests in flight.
 """
 
 import asyncio

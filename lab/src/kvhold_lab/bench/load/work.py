@@ -23,7 +23,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Request:
-    """at_s:  arrival in seconds from the phase's start; None: when the phase's limit allows it
+    """at_s:  arrival, from the phase's start; None: when the phase's limit allows it
     score: rates the answer's text, 0 to 1
     """
 
@@ -40,7 +40,7 @@ class Request:
 class Reply:
     """Times are in seconds from sending.
 
-    gaps_s: between arrivals of tokens
+    gaps_s: between tokens
     content: like the prompt
     error: such as "http 503"
     """

@@ -29,11 +29,9 @@ SHAPES = {shape.name: shape for shape in (PdShape(p, d) for d in (1, 2) for p in
 
 @dataclass(frozen=True)
 class PdConditions:
-    """How the engines of a fault are started.
-
-    tiny_arena:   memory for a few chunks
+    """tiny_arena:   memory for a few chunks
     short_leases: the shortest waits of the decode engine
-    two_nodes:    prefill and decode engines have nodes of their own, which are peers
+    two_nodes:    prefill and decode engines' nodes are peers
     """
 
     tiny_arena: bool = False
@@ -46,9 +44,7 @@ USUAL = PdConditions()
 
 @dataclass(frozen=True)
 class PdFault:
-    """protocol:    between proxy and engines
-    only_kvhold: other connectors lack the part that fails, or the protocol
-    """
+    """only_kvhold: other connectors lack the part that fails, or the protocol"""
 
     name: str
     protocol: PdProtocol
@@ -82,8 +78,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class PdAnswer:
-    """number:   of the request
-    tokens:   those before an error
+    """tokens:   those before an error
     error:    empty: none
     may_fail: its engine was gone
     """
@@ -97,9 +92,7 @@ class PdAnswer:
 
 @dataclass(frozen=True)
 class PdFaultRow:
-    """wrong, deadline_missed and leaked must be 0, and errors at most errors_allowed.
-
-    errors:          requests without a whole answer
+    """errors:          requests without a whole answer
     errors_allowed:  those whose engine was gone
     deadline_missed: late answers and errors
     leaked:          held by the node at the end; of another connector, engines that hold blocks
@@ -138,7 +131,7 @@ def judge(
     handed_tokens: int | None = None,
 ) -> PdFaultRow:
     """expected: tokens of one engine alone, by the request's number
-    held:     holdings at the end, by kind
+    held:     at the end, by kind
     notes:    why the fault may not have come in time
     """
     failed = [answer for answer in answers if answer.error]
@@ -168,7 +161,6 @@ def judge(
 
 
 def count_held(statuses: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """statuses: `NodeStatus`"""
     held = Counter[str]()
     for status in statuses:
         held.update({**status["held"], **{name: status[name] for name in _HELD}})
@@ -192,7 +184,6 @@ def by_conditions(
 
 
 def _is_right(answer: PdAnswer, expected: Sequence[int]) -> bool:
-    """Also of a broken answer."""
     if answer.error:
         return answer.tokens == list(expected[: len(answer.tokens)])
     return answer.tokens == list(expected)

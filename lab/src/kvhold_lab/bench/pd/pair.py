@@ -1,4 +1,4 @@
-"""Prefill and decode engines: real vLLMs, with nodes of kvhold. Waits are bounded. One thread."""
+"""Prefill and decode engines: real vLLMs, with nodes of kvhold. One thread."""
 
 import os
 import signal
@@ -81,7 +81,6 @@ class PdPair:
     ) -> None:
         """folder:       keeps logs and sockets
         max_tokens:   of a prompt and its answer
-        held_prompts: in an engine's memory
         shape:        numbers of engines; "the prefill engine" is the first one
         second_host:  of the prefill engines, if they have a node of their own
         """
@@ -128,7 +127,7 @@ class PdPair:
         self.stop()
 
     def start_missing(self) -> None:
-        """On their ports. Raises EngineFailed."""
+        """Raises EngineFailed."""
         missing: list[OpenAIServer] = []
         for role in ROLES:
             for number, port in enumerate(self._ports[role], 1):
@@ -169,12 +168,10 @@ class PdPair:
         )
 
     def kill(self, role: Role) -> None:
-        """The first engine."""
         self._engines[role][1].kill()
 
     @contextmanager
     def paused(self, role: Role) -> Iterator[None]:
-        """All engines."""
         with ExitStack() as paused:
             for engine in self._engines[role].values():
                 paused.callback(engine.resume)
@@ -200,18 +197,16 @@ class PdPair:
             thread.join()
 
     def kill_node(self) -> None:
-        """That of the prefill engines."""
         os.kill(self._status("prefill")["pid"], signal.SIGKILL)
 
     def await_prefill(self) -> bool:
-        """False: the prefill engine does not compute."""
         return wait_until(self._is_prefilling, _BEGINS_WITHIN_S)
 
     def await_node(self) -> bool:
         return wait_until(lambda: bool(self._status("prefill")), _BACK_WITHIN_S)
 
     def handed_tokens(self) -> int:
-        """Tokens that the decode engines have loaded since their start. Raises EngineFailed."""
+        """Tokens loaded since the decode engines' start. Raises EngineFailed."""
         return sum(int(engine.metric(_LOADED)) for engine in self._engines["decode"].values())
 
     def held_at_end(self) -> dict[str, int]:
@@ -301,7 +296,7 @@ class PdPair:
 
 
 def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
-    """Whether it came true. An error of a node, an engine or a proxy counts as false."""
+    """An error of a node, an engine or a proxy counts as false."""
     until = time.monotonic() + within_s
     while True:
         with suppress(KVHoldError, OSError):

@@ -1,4 +1,4 @@
-"""The requests of `kvhold bench pd`, and how a client, or a proxy of its own, sends them.
+"""The requests of `kvhold bench pd`, and how clients, or proxies of their own, send them.
 
 Prompts whose answer has a near tie are left out.
 """
@@ -27,7 +27,7 @@ FOR_DECODER = {"do_remote_decode": True, "do_remote_prefill": False}
 _LEAST_TOKENS = 300
 _PATH = "/v1/completions"
 _SURE = 1e-3  # smallest sure difference of logarithms; batches cause 1e-5
-_CANDIDATES = 4  # for each request
+_CANDIDATES = 4
 _PATIENCE = 2.0  # a client leaves after so many deadlines
 _MOST_OF_AN_ERROR = 300
 
@@ -51,8 +51,6 @@ class PdRequest:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """gaps_s: between arrivals of tokens"""
-
     tokens: list[int]
     ttft_s: float
     gaps_s: list[float]
@@ -77,7 +75,7 @@ def ask_alone(server: OpenAIServer, model: ModelInfo, count: int, *, seed: int) 
 
 
 def is_sure(top_logprobs: Sequence[Mapping[str, float] | None]) -> bool:
-    """Whether each token is more likely than the next one by a margin."""
+    """Whether each token beats the next one by a margin."""
     ranked = [sorted((position or {}).values(), reverse=True) for position in top_logprobs]
     return all(len(values) > 1 and values[0] - values[1] >= _SURE for values in ranked)
 
@@ -91,7 +89,7 @@ def send(
     params: Mapping[str, Any] | None = None,
     request_id: str = "",
 ) -> PdAnswer:
-    """Send a request. A failure is the answer's error."""
+    """A failure is the answer's error."""
     began, tokens, error = time.monotonic(), list[int](), ""
     body, patience_s = request.body(salt, params), _PATIENCE * deadline_s
     try:
@@ -120,10 +118,7 @@ def send_prefill(
     timeout_s: float,
     request_id: str = "",
 ) -> dict[str, Any]:
-    """Send the prefill part, as a proxy does. Return its answer's `kv_transfer_params`.
-
-    Raises EngineFailed.
-    """
+    """Send the prefill part. Return its answer's `kv_transfer_params`. Raises EngineFailed."""
     return post_prefill(
         url, request.prompt, salt, params, timeout_s=timeout_s, request_id=request_id
     )
@@ -199,7 +194,7 @@ def time_answer(
 def post(
     url: str, body: Mapping[str, Any], *, timeout_s: float, request_id: str = ""
 ) -> http.client.HTTPConnection:
-    """Send a request. The caller reads the answer, or closes. Raises OSError."""
+    """The caller reads the answer, or closes. Raises OSError."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
     headers = {"Content-Type": "application/json"}
     if request_id:

@@ -1,4 +1,4 @@
-"""`kvhold bench pd`: time to the first token of a hand-over, beside that of one engine.
+"""`kvhold bench pd`: time to the first token of hand-overs, and of one engine.
 
 Each round has prompts of each share of reuse, one at a time, with a salt for each system. "alone"
 and "prefill alone" are not cached. "prefills next door" is the decode engine alone, while the
@@ -43,11 +43,11 @@ _numbers = count()
 class PdSpeedRow:
     """reuse:              share of the prompt that was seen before, in %
     itl_p50_s:          between tokens; null: one token only
-    ratio_to_nixl:      of TTFT; null: NixlConnector was not measured
+    ratio_to_nixl:      of TTFT; null: not measured
     interval:           of that ratio, 95 %
     ratio_to_limit:     of TTFT, to that of the prefill engine alone plus one decode step
     limit_interval:     of that ratio, 95 %
-    itl_ratio_to_alone: of the time between tokens, while prefills run next door; null: they do not
+    itl_ratio_to_alone: of the time between tokens, while prefills run next door; null: none run
     itl_interval:       of that ratio, 95 %
     """
 
@@ -132,10 +132,7 @@ def render(rows: Sequence[PdSpeedRow]) -> str:
 def measure(
     work: PdSpeedWork, systems: Sequence[str], times: PdTimes, say: Callable[[str], None]
 ) -> None:
-    """systems: "kvhold", and perhaps "nixl"
-
-    Raises EngineFailed; OutputsDiffer: two systems answered differently.
-    """
+    """Raises EngineFailed; OutputsDiffer: two systems answered differently."""
     with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as folder, ExitStack() as stack:
         asked: dict[str, Callable[[list[int], str], TimedAnswer]] = {}
         for system in systems:
@@ -215,7 +212,7 @@ def _asking_beside(
 
 @contextmanager
 def _prefilling(url: str, work: PdSpeedWork) -> Iterator[None]:
-    """The engine computes new prompts for a decode engine. Raises EngineFailed."""
+    """The engine computes prompts for a decode engine. Raises EngineFailed."""
     is_over, has_begun = threading.Event(), threading.Event()
 
     def prefill() -> None:

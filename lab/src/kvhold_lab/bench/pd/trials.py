@@ -1,4 +1,4 @@
-"""The faults of `kvhold bench pd --faults` in action, and the requests of their clients.
+"""Carries out the faults of `kvhold bench pd --faults`.
 
 Each fault has its own salt. A client whose proxy is killed sends its request again.
 """
@@ -55,8 +55,8 @@ _SAME_ID = "kvhold-bench-pd"
 @dataclass(frozen=True)
 class PdWork:
     """num_requests: for each fault
-    deadline_s:   of one request, with all its waits
-    second_host:  of the prefill engines, in faults with two nodes; None: this one
+    deadline_s:   of a request, with all waits
+    second_host:  of the prefill engines, in faults with two nodes
     """
 
     model: ModelInfo
@@ -69,8 +69,6 @@ class PdWork:
 
 
 class PdTrial:
-    """The requests of one fault."""
-
     def __init__(
         self, pair: PdPair, fault: PdFault, requests: Sequence[PdRequest], deadline_s: float
     ) -> None:
@@ -100,7 +98,7 @@ class PdTrial:
 
     @contextmanager
     def proxy(self, protocol: PdProtocol | None = None) -> Iterator[ProxyProcess]:
-        """protocol: None: that of the fault. Another connector speaks only its own."""
+        """protocol: None: the fault's. Another connector speaks only its own."""
         protocol = protocol or self.fault.protocol
         if self.pair.system != KVHOLD:
             protocol = "nixl"
@@ -122,7 +120,7 @@ class PdTrial:
     def send_legs(
         self, requests: Sequence[PdRequest], salt: str, *, times: int = 1
     ) -> list[list[dict[str, Any]]]:
-        """Send the prefill parts. Return the answers' parameters, `times` for each request.
+        """Send the prefill parts. Return their parameters, `times` for each request.
 
         Raises EngineFailed.
         """
@@ -167,7 +165,7 @@ class PdTrial:
             self.notes.append(f"fewer than {count} prompts were computed before the fault")
 
     def await_usable(self, proxy: ProxyProcess, role: Role) -> None:
-        """Wait until the proxy knows that the engine is back."""
+        """Wait until the proxy uses the engine again."""
 
         def is_usable() -> bool:
             return all(
@@ -213,7 +211,7 @@ def fault_rows(
 def try_fault(
     pair: PdPair, fault: PdFault, requests: Sequence[PdRequest], deadline_s: float
 ) -> PdFaultRow:
-    """A step that fails counts as an error of each request without an answer."""
+    """A failed step counts as an error of each unanswered request."""
     before, broken = pair.handed_tokens(), ""
     with PdTrial(pair, fault, requests, deadline_s) as trial:
         try:

@@ -1,5 +1,3 @@
-"""Rows: planning and always loading, as times / compute times."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

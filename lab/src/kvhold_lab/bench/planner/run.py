@@ -1,6 +1,4 @@
-"""Each request is computed, and loaded or planned.
-
-Two real vLLMs have their own node, and Redis behind a throttled link. Both also compute every
+"""Two real vLLMs have their own node, and Redis behind a throttled link. Both also compute every
 request, under names that no lookup finds.
 """
 

@@ -10,7 +10,7 @@ from kvhold_lab.bench.quality.model import Bits, QualitySubject
 from kvhold_lab.bench.quality.passing import Passed, through
 from kvhold_lab.bench.quality.tasks import KINDS, NO_KIND, Exams
 
-LEAST_ACCURACY = 0.5  # below this a drop says nothing
+LEAST_ACCURACY = 0.5  # below this, a drop says nothing
 
 _NAMES = {mark: name for name, mark in KINDS.items()}
 
@@ -21,7 +21,7 @@ class QualityRow:
     accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY`
     kl:               mean KL(unchanged || codec) before each answer token, in nats
     perplexity_ratio: of the answer tokens, codec / unchanged
-    error:            largest |decoded - original| / largest |original|, in the worst layer
+    error:            largest |decoded - original| / largest |original|, the worst layer's
     """
 
     codec: str
@@ -79,7 +79,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Guesses:
-    """A model's answers. log_shares: [answers, vocabulary]; right: [answers]"""
+    """log_shares: [answers, vocabulary]; right: [answers]"""
 
     log_shares: npt.NDArray[np.float64]
     of_answers: npt.NDArray[np.float64]

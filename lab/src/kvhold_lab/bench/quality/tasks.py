@@ -60,10 +60,7 @@ def draw(
     asked: Asked,
     num_keys: int = NUM_KEYS,
 ) -> Exams:
-    """num_keys: few are easier
-
-    Raises ValueError: contexts are too short.
-    """
+    """Raises ValueError: contexts are too short."""
     longest = longest_context(asked, num_keys)
     if not asked.least_context <= num_tokens <= longest:
         raise ValueError(

@@ -1,5 +1,3 @@
-"""Questions for any language model."""
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Randomly damaged frames, received as the cache receives them."""
-
 import random
 import time
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Flips bits of stored chunks, then reads the chunks."""
-
 import asyncio
 import os
 import random
@@ -125,7 +123,6 @@ class _Engine:
             reservation.commit()
 
     def load(self, cache: Cache, prompt: Prompt) -> bool:
-        """False: a miss, or reported damage."""
         for tensor in self.tensors:
             tensor[:, self.into] = 0
         with cache.lookup(prompt.query()) as hit:

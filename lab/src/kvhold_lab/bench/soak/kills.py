@@ -1,6 +1,6 @@
 """A node with a disk tier is killed while it stores and clears.
 
-After a restart, a flushed prompt must be a full hit, and the tier's used bytes the file system's.
+After a restart, a flushed prompt must be a full hit, and used bytes the file system's.
 """
 
 import logging

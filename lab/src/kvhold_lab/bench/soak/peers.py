@@ -1,7 +1,4 @@
-"""Peers, while nodes are killed and the network fails.
-
-At the end the network is whole, one node clears, and all nodes must be empty.
-"""
+"""Nodes are killed and the network fails. At the end one node clears, and all must be empty."""
 
 import json
 import os
@@ -49,7 +46,7 @@ _KINDS = ("kills", "cuts", "forgotten")
 class PeersSoak:
     """wrong, late and left must be 0.
 
-    refused:       calls that raised an error
+    refused:       calls that raised
     late:          calls beyond their deadlines
     left:          nodes that hold bytes, pins or leases at the end
     """

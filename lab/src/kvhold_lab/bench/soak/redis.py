@@ -1,5 +1,3 @@
-"""A real vLLM whose Redis tier is down for ten seconds of every minute."""
-
 import os
 import random
 import tempfile

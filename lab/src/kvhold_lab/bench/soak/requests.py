@@ -1,6 +1,5 @@
-"""Random requests of two engines with a small shared node.
-
-Each answer must equal that of a third engine without a cache, up to the first near tie (`_SURE`).
+"""Random requests of two engines with a small shared node. Each answer must equal that of a third
+engine without a cache, up to the first near tie (`_SURE`).
 """
 
 import random
@@ -43,7 +42,7 @@ _SHOWN = 5
 class Requests:
     """wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
 
-    kv_unknown:  blocks that no engine computed, and loads that ended inside a block
+    kv_unknown:  blocks that no engine computed, and loads that ended inside one
     unsteady:    answers that the third engine gives, too, to the prompt alone
     near_ties:   answers cut at a near tie
     missing:     events that must occur and did not
@@ -313,8 +312,7 @@ def _sharing(model: Path, socket: Path, notes: Path) -> list[dict[str, Any]]:
         "kv_cache_memory_bytes": 128 << 20,
         "max_num_seqs": 8,
         "enable_chunked_prefill": True,
-        # begin prompts that do not fit, so they are preempted
-        "scheduler_reserve_full_isl": False,
+        "scheduler_reserve_full_isl": False,  # prompts that do not fit are preempted
     }
     one = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
     two = {

@@ -1,5 +1,3 @@
-"""Random prompts: branches of earlier ones, continued answers, repeated or new ones."""
-
 import random
 from collections import deque
 from collections.abc import Sequence

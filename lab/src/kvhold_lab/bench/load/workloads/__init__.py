@@ -1,5 +1,3 @@
-"""One `Workload` (`work.py`) a file."""
-
 from kvhold_lab.bench.load.workloads.chats import Chats
 from kvhold_lab.bench.load.workloads.long_doc_qa import LongDocQA
 from kvhold_lab.bench.load.workloads.multi_doc_qa import MultiDocQA

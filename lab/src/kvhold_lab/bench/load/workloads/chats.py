@@ -9,7 +9,7 @@ from kvhold_lab.bench.load.work import Phase, Request, Session, Turn
 
 FIRST, LATER = "first", "later"
 _FEWEST_TOKENS = 16
-_TAG = 0xC4A7  # other draws of the same seed
+_TAG = 0xC4A7
 _QUESTIONS_OF_A_USER = 1 << 20
 
 
@@ -29,13 +29,12 @@ class _Chat:
 
 @dataclass(frozen=True)
 class Chats:
-    """Chats begin at random. The number of questions is geometric; lengths and think times are
-    log-normal. A think time begins when the question before it was due.
+    """The number of questions is geometric; lengths and think times are log-normal. A think time
+    begins when the question before it was due.
 
     think_s: median time between two questions
     questions: mean number of a chat
     history_tokens, question_tokens, answer_tokens: medians
-    output_tokens: requested
     most_tokens: a chat ends before a longer prompt
     """
 

@@ -11,7 +11,7 @@ Command = Literal["random", "tile", "interleave"]
 
 @dataclass(frozen=True)
 class LongDocQA:
-    """A cold round with each document, then a warm one with each `repeats` times.
+    """Each document cold, then each warm `repeats` times.
 
     order: "tile": all documents, then all again; "interleave": a document's repeats together
     """

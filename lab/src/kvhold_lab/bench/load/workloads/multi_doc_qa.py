@@ -1,5 +1,3 @@
-"""Several documents in each prompt."""
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ Sampling = Literal["random", "zipf"]
 
 @dataclass(frozen=True)
 class MultiDocQA:
-    """A cold round with single documents, then a warm one with several random ones.
+    """Single documents cold, then several random ones in a prompt, warm.
 
     sampling: without repeats; "zipf": the n-th has weight 1 / n
     separator: around documents; text or token ids, like the prompts
@@ -51,7 +49,7 @@ class MultiDocQA:
     def _draw(self, chance: random.Random) -> list[int]:
         if self.sampling == "random":
             return chance.sample(range(self.documents), self.documents_per_request)
-        # A weighted sample without repeats (Efraimidis and Spirakis, 2006).
+        # Efraimidis and Spirakis, 2006.
         keys = {number: chance.random() ** (number + 1) for number in range(self.documents)}
         return sorted(keys, key=keys.__getitem__, reverse=True)[: self.documents_per_request]
 

@@ -12,9 +12,9 @@ PRECOMPUTE, QUERY = "precompute", "query"
 
 @dataclass(frozen=True)
 class Rag:
-    """First the documents that fit into the cache, then questions with a few documents each.
+    """The documents that fit into the cache, then questions with a few documents each.
 
-    storage_tokens: prefill up to so many tokens by the server's count; 0: none
+    storage_tokens: prefill up to so many by the server's count; 0: none
     """
 
     qps: float = 1.0

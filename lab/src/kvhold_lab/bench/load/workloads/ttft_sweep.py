@@ -12,7 +12,7 @@ LENGTHS = (64, 256, 1_024, 4_096, 16_384, 32_768)
 class TtftSweep:
     """For each length, a new text, then the same `following` times; all `runs` times.
 
-    flush_tokens: other text before each warm request, against the engine's prefix cache
+    flush_tokens: other text before each warm request
     """
 
     lengths: tuple[int, ...] = LENGTHS
