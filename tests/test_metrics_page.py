@@ -53,7 +53,7 @@ def engine_counts() -> tuple[dict[str, tuple[str, ...]], set[str]]:
 
 def test_every_metric_of_an_engine_has_its_row() -> None:
     metrics, _ = engine_counts()
-    page = rows("What an engine counts")
+    page = rows("Engine metrics")
     assert metrics
     assert page.keys() == {f"vllm:kvhold_{name}" for name in metrics}
     for name, labels in metrics.items():
@@ -61,7 +61,7 @@ def test_every_metric_of_an_engine_has_its_row() -> None:
 
 
 def test_every_metric_of_the_node_has_its_row() -> None:
-    page = rows("What the node counts")
+    page = rows("Node metrics")
     assert page.keys() == TABLE.keys()
     for name, metric in TABLE.items():
         assert tuple(re.findall(r"`(\w+)`", page[name][0])) == metric.labels, name
@@ -84,7 +84,7 @@ def test_every_reason_has_its_row() -> None:
 )
 def test_every_label_that_is_counted_is_named(name: str) -> None:
     """Those that stand in the code as they are."""
-    row = rows("What the node counts")[name][1]
+    row = rows("Node metrics")[name][1]
     labels = [
         keyword.value
         for path in (ROOT / "src/kvhold").rglob("*.py")
@@ -105,7 +105,7 @@ def test_every_label_that_is_counted_is_named(name: str) -> None:
 
 
 def test_every_reason_to_refuse_a_client_is_named() -> None:
-    row = rows("What the node counts")["kvhold_protocol_errors"][1]
+    row = rows("Node metrics")["kvhold_protocol_errors"][1]
     calls = [
         node
         for node in ast.walk(ast.parse((ROOT / "src/kvhold/node/connection.py").read_text()))
