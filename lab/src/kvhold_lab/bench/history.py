@@ -1,5 +1,3 @@
-"""Kept results of benchmarks."""
-
 import os
 import platform
 import subprocess

@@ -1,5 +1,3 @@
-"""One overloaded node."""
-
 import json
 import os
 import select

@@ -1,5 +1,3 @@
-"""Real places for tiers, which can fail."""
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator

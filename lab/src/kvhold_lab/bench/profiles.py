@@ -1,5 +1,3 @@
-"""Profiles of rows below their limit."""
-
 import cProfile
 import io
 import pstats

@@ -1,4 +1,4 @@
-"""TCP relays on loopback, as a network that fails: all in one thread."""
+"""TCP relays on loopback that fail, in one thread."""
 
 import asyncio
 import threading

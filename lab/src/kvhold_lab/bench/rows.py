@@ -1,5 +1,3 @@
-"""A measured number and its limit."""
-
 import json
 import os
 import platform

@@ -1,4 +1,4 @@
-"""A slow link on loopback: a TCP proxy with a limited rate in each direction, without latency."""
+"""A TCP proxy on loopback with a limited rate in each direction, without latency."""
 
 import socket
 import threading

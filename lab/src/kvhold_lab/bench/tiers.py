@@ -1,5 +1,3 @@
-"""Each tier's put and get, and the plainest program for the same store."""
-
 import asyncio
 import mmap
 import os

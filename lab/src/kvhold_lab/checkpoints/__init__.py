@@ -1,4 +1,4 @@
-"""Small checkpoints of every class of model, with random weights of a fixed seed.
+"""Small checkpoints of every class, with random weights of a fixed seed.
 
 Needs torch, transformers and safetensors.
 """

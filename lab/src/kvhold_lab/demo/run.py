@@ -1,6 +1,4 @@
-"""Time prompts.
-
-Each prompt runs cold, from kvhold, from the prefix cache (the limit), and from kvhold in a new
+"""Each prompt runs cold, from kvhold, from the prefix cache (the limit), and from kvhold in a new
 process.
 """
 

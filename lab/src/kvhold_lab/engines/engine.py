@@ -94,7 +94,6 @@ class Engine(Child):
         first_logprobs: bool = False,
         timeout_s: float = 600.0,
     ) -> Generated:
-        """rules: for kvhold (vLLM only)"""
         request = Generate(
             prompt_token_ids=prompt_token_ids,
             max_tokens=max_tokens,

@@ -54,8 +54,6 @@ class CheckMemory(ChildOperation, frozen=True, kw_only=True, tag="check_memory")
 
 
 class MemoryChecked(ChildReply, frozen=True, kw_only=True, tag="memory_checked"):
-    """clients: connections to nodes that were set"""
-
     clients: int
 
 

@@ -65,7 +65,6 @@ SHAPES = {
 @dataclass(frozen=True)
 class MiniEngineOptions:
     """budget:        tokens of one pass
-    max_running:   requests in one pass
     max_tokens:    of a request and its answer
     asynchronous:  schedule a step before the previous one is computed
     second_runner: see `calls.py`; None: vLLM chooses

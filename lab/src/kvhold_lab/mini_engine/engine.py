@@ -1,5 +1,3 @@
-"""The mini engine: vLLM's scheduler and the runner in turns."""
-
 import tempfile
 import time
 from collections import deque
@@ -64,7 +62,6 @@ class MiniEngine:
         """model: a key of `SHAPES`; options: of `MiniEngineOptions`, `shape` for another model
 
         connector:    as `kv_connector_extra_config`
-        folder:       of the model; None: temporary
         """
         self.options = replace(MiniEngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}

@@ -1,7 +1,4 @@
-"""Models over paged KV: grouped-query attention, sliding windows, and MLA.
-
-Layers write their tokens' KV to the blocks, then read all KV from there.
-"""
+"""Models over paged KV. Layers write their tokens' KV to the blocks, then read all KV from there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

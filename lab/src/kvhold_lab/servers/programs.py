@@ -1,7 +1,4 @@
-"""Find servers, and install missing ones.
-
-With apt, as root, unless KVHOLD_SETUP_SERVERS=0. Starts none.
-"""
+"""Installs missing servers with apt, as root, unless KVHOLD_SETUP_SERVERS=0. Starts none."""
 
 import ctypes
 import os
@@ -45,7 +42,6 @@ def main() -> None:
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
-    """say: reports missing packages"""
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")
@@ -87,7 +83,6 @@ def _packages(names: Iterable[str]) -> str:
 
 
 def _install(packages: list[str]) -> str:
-    """Return the error, or ""."""
     made = not _POLICY.exists()
     if made:
         _POLICY.write_text("#!/bin/sh\nexit 101\n")

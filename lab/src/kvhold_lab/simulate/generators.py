@@ -1,7 +1,4 @@
-"""Generates traces of requests.
-
-Two blocks are equal if all text up to their ends is equal.
-"""
+"""Generates traces. Two blocks are equal if all text up to their ends is equal."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,8 +15,6 @@ _Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Turn:
-    """answer: the piece that it adds"""
-
     at_s: float
     prompt: tuple[_Piece, ...]
     answer: _Piece

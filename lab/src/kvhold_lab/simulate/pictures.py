@@ -1,7 +1,4 @@
-"""Hit rates over the size of memory.
-
-python -m kvhold_lab.simulate.pictures PICTURE ROWS.json [ROWS.json ...]
-"""
+"""python -m kvhold_lab.simulate.pictures PICTURE ROWS.json [ROWS.json ...]"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Replay a trace on a real, scaled-down cache.
-
-A chunk has one token and 4 KiB. A tier below memory is a disk.
-"""
+"""A chunk has one token and 4 KiB. A tier below memory is a disk."""
 
 import os
 import tempfile
@@ -47,7 +44,6 @@ def serve(
     """Return chunks found in memory and below, by request: [requests, 2].
 
     lower_chunks: of a disk below memory; 0: no disk
-    cost:         of the prefill, for `ttft`
 
     Raises CapacityError; ConfigError: `learned` lacks times; KVHoldError: a slow disk.
     """

@@ -26,7 +26,6 @@ class Setup:
     """policy:     a name, or module:Class
     disk_bytes: of a tier below memory; 0: none
     ratio:      the disk codec's plain bytes / frame bytes
-    cost:       of the prefill that hits save
     policy_for: for `learned`, else empty
     """
 

@@ -1,4 +1,4 @@
-"""A trace of requests, cut into chunks: no text, only shared prefixes.
+"""Requests cut into chunks: no text, only shared prefixes.
 
 A block is identified by its own id and all ids before it.
 """

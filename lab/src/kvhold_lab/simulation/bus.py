@@ -1,4 +1,4 @@
-"""A simulated NATS JetStream.
+"""A NATS JetStream.
 
 Messages come late, twice, forged or not at all.
 """

@@ -1,5 +1,3 @@
-"""The rules of `docs/simulation.md`."""
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,5 +1,3 @@
-"""`NodeClient` with tasks for threads, and an engine that uses it."""
-
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -278,7 +276,6 @@ class SimClient:
     async def store(
         self, prompt: Prompt, *, first: int, shard: int, store_options: StoreOptions, leave: float
     ) -> None:
-        """leave: the chance to leave a chunk uncommitted"""
         await self.register(prompt.namespace)
         link = await self.link()
         names = prompt.chunks(first)

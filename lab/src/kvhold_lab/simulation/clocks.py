@@ -1,5 +1,3 @@
-"""One host's clocks."""
-
 from dataclasses import dataclass
 from random import Random
 

@@ -1,5 +1,3 @@
-"""Draw a fleet's directory, bus and clocks."""
-
 from dataclasses import dataclass
 from random import Random
 

@@ -1,5 +1,3 @@
-"""A node with a server and a tier of peers."""
-
 import ssl
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,3 @@
-"""Hosts with one shared tier."""
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""One seed's simulation."""
-
 import asyncio
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Virtual time and the order of events: one scheduler for all simulated threads.
+"""Virtual time and the order of events: one scheduler for all threads.
 
 All randomness comes from `world.random`.
 """

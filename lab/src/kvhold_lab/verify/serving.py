@@ -1,5 +1,3 @@
-"""Requests that arrive and end while others run."""
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Check the blocks that KVHoldConnector loads, without its code.
+"""Check the blocks that KVHoldConnector loads.
 
 vLLM's own calls show which blocks a pass computes and a load fills. A loaded block's digest must be
 among those of blocks computed for the same adapter, images and tokens, in this engine or an earlier

@@ -1,5 +1,3 @@
-"""Make rows from cells: medians, and ratios within cells."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +25,7 @@ class SystemRow:
 
     throughput: tokens a second, in bursts
     ratio_to_best_peer: of TTFT
-    interval: of that ratio, 95 %
+    interval: 95 %
     cached_tokens: of the shortest hit
     """
 

@@ -1,5 +1,3 @@
-"""The compared systems: real vLLMs in processes of their own."""
-
 import math
 import tempfile
 import time

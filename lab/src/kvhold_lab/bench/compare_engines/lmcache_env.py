@@ -1,4 +1,4 @@
-"""LMCache's own environment, made once: 2 GB and some minutes."""
+"""LMCache's environment, made once: 2 GB and some minutes."""
 
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""Rows: medians, and ratios within cells (operation, tier, round)."""
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How much copies slow a decoding engine, by the device's clock.
+"""How much copies slow a decoding engine.
 
 Windows with and without copies alternate. A step stores 16 MiB in 5 ms, as a prefill of 25,000
 tokens a second does.

@@ -1,4 +1,4 @@
-"""The mini engine without kvhold, storing, and loading: equal tokens and KV."""
+"""The mini engine: equal tokens and KV without kvhold, storing, and loading."""
 
 import random
 from collections.abc import Iterator

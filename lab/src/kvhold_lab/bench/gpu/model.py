@@ -1,4 +1,4 @@
-"""A model in transformers, with `Reuse`: loaded KV bytes, and TTFT."""
+"""`Reuse` in transformers: loaded KV bytes, and TTFT."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -33,7 +33,6 @@ class Endpoint:
     api_key: in no message
     ignore_eos: request full length; other servers than vLLM and SGLang may refuse
     user_header: for the user's number
-    timeout_s: for a whole answer
     """
 
     base_url: str

@@ -1,5 +1,3 @@
-"""The server's hit tokens by tier, from its /metrics."""
-
 import math
 import re
 from collections.abc import Mapping

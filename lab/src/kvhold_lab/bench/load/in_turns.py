@@ -11,8 +11,6 @@ from kvhold_lab.bench.load.work import Reply, Request, Result
 
 @dataclass
 class InTurns:
-    """keep: gets a request's results when all have answered"""
-
     sends: Mapping[str, Send]
     keep: Callable[[str, Result], None]
     _began: float = field(default_factory=time.perf_counter)

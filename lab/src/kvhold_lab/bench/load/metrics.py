@@ -1,5 +1,3 @@
-"""Make figures from results."""
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,8 +57,6 @@ class Figures:
 
 @dataclass(frozen=True)
 class Gains:
-    """latency: ratio of times in flight per request"""
-
     ttft: float
     latency: float
 

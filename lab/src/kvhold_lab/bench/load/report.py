@@ -28,7 +28,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Gates:
-    """Gains are factors. None: not required"""
+    """Gains are factors."""
 
     ttft_gain: float | None = None
     latency_gain: float | None = None

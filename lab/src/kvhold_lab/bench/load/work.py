@@ -1,7 +1,4 @@
-"""Requests and replies of a load test.
-
-A workload yields phases, a phase sessions. A session yields requests and receives replies.
-"""
+"""A workload yields phases, a phase sessions. A session yields requests and receives replies."""
 
 from array import array
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -72,9 +69,7 @@ Session: TypeAlias = Generator[Request, Reply, None]
 
 @dataclass(frozen=True)
 class Phase:
-    """max_in_flight: None: no limit but arrivals
-    pause_s: idle before the phase
-    """
+    """max_in_flight: None: no limit but arrivals"""
 
     name: str
     sessions: Iterable[Session]

@@ -1,4 +1,4 @@
-"""The faults of `kvhold bench pd --faults`, and the judgement of the answers. No I/O."""
+"""The faults of `kvhold bench pd`, and the judgement of the answers. No I/O."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,6 @@ SHAPES = {shape.name: shape for shape in (PdShape(p, d) for d in (1, 2) for p in
 @dataclass(frozen=True)
 class PdConditions:
     """tiny_arena:   memory for a few chunks
-    short_leases: the shortest waits of the decode engine
     two_nodes:    prefill and decode engines' nodes are peers
     """
 

@@ -81,8 +81,7 @@ class PdPair:
     ) -> None:
         """folder:       keeps logs and sockets
         max_tokens:   of a prompt and its answer
-        shape:        numbers of engines; "the prefill engine" is the first one
-        second_host:  of the prefill engines, if they have a node of their own
+        shape:        numbers of engines; the first is "the prefill engine"
         """
         self.system = system
         self._folder = Path(tempfile.mkdtemp(dir=folder))

@@ -1,7 +1,4 @@
-"""The requests of `kvhold bench pd`, and how clients, or proxies of their own, send them.
-
-Prompts whose answer has a near tie are left out.
-"""
+"""Prompts whose answer has a near tie are left out."""
 
 import http.client
 import json
@@ -75,7 +72,6 @@ def ask_alone(server: OpenAIServer, model: ModelInfo, count: int, *, seed: int) 
 
 
 def is_sure(top_logprobs: Sequence[Mapping[str, float] | None]) -> bool:
-    """Whether each token beats the next one by a margin."""
     ranked = [sorted((position or {}).values(), reverse=True) for position in top_logprobs]
     return all(len(values) > 1 and values[0] - values[1] >= _SURE for values in ranked)
 
@@ -242,7 +238,7 @@ def _events(response: http.client.HTTPResponse, *, until: float) -> Iterator[byt
 
 
 def _take(event: bytes, tokens: list[int], error: str) -> str:
-    """Add an event's tokens. Return the error so far."""
+    """Return the error so far."""
     if event == b"[DONE]":
         return "" if error == "cut short" else error
     content = json.loads(event)

@@ -54,8 +54,7 @@ _SAME_ID = "kvhold-bench-pd"
 
 @dataclass(frozen=True)
 class PdWork:
-    """num_requests: for each fault
-    deadline_s:   of a request, with all waits
+    """deadline_s:   of a request, with all waits
     second_host:  of the prefill engines, in faults with two nodes
     """
 
@@ -165,8 +164,6 @@ class PdTrial:
             self.notes.append(f"fewer than {count} prompts were computed before the fault")
 
     def await_usable(self, proxy: ProxyProcess, role: Role) -> None:
-        """Wait until the proxy uses the engine again."""
-
         def is_usable() -> bool:
             return all(
                 value == 1

@@ -1,7 +1,4 @@
-"""Conversations of a trace, scaled down.
-
-A block becomes a chunk of `CHUNK` tokens; prompts are cut at `MOST_CHUNKS`.
-"""
+"""A trace, scaled down: a block becomes a chunk of `CHUNK` tokens; prompts are cut at `MOST_CHUNKS`."""
 
 import random
 from collections.abc import Iterator, Sequence

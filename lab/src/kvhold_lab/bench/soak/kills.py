@@ -1,7 +1,4 @@
-"""A node with a disk tier is killed while it stores and clears.
-
-After a restart, a flushed prompt must be a full hit, and used bytes the file system's.
-"""
+"""A node is killed. After a restart, a flushed prompt must be a full hit, and used bytes the file system's."""
 
 import logging
 import os

@@ -46,8 +46,6 @@ _KINDS = ("kills", "cuts", "forgotten")
 class PeersSoak:
     """wrong, late and left must be 0.
 
-    refused:       calls that raised
-    late:          calls beyond their deadlines
     left:          nodes that hold bytes, pins or leases at the end
     """
 
