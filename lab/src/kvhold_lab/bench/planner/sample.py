@@ -1,4 +1,4 @@
-"""A trace, scaled down: a block becomes a chunk of `CHUNK` tokens; prompts are cut at `MOST_CHUNKS`."""
+"""A scaled trace: a block becomes a chunk of `CHUNK` tokens; prompts are cut at `MOST_CHUNKS`."""
 
 import random
 from collections.abc import Iterator, Sequence

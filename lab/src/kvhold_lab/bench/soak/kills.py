@@ -1,4 +1,6 @@
-"""A node is killed. After a restart, a flushed prompt must be a full hit, and used bytes the file system's."""
+"""After a kill and a restart, a flushed prompt must be a full hit, and used bytes the file
+system's.
+"""
 
 import logging
 import os
