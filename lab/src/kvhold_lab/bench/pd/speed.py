@@ -44,11 +44,11 @@ class PdSpeedRow:
     """reuse:              share of the prompt that was seen before, in %
     itl_p50_s:          between tokens; null: one token only
     ratio_to_nixl:      of TTFT; null: not measured
-    interval:           of that ratio, 95 %
+    interval:           95 %
     ratio_to_limit:     of TTFT, to that of the prefill engine alone plus one decode step
-    limit_interval:     of that ratio, 95 %
+    limit_interval:     95 %
     itl_ratio_to_alone: of the time between tokens, while prefills run next door; null: none run
-    itl_interval:       of that ratio, 95 %
+    itl_interval:       95 %
     """
 
     system: str

@@ -21,7 +21,7 @@ class QualityRow:
     accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY`
     kl:               mean KL(unchanged || codec) before each answer token, in nats
     perplexity_ratio: of the answer tokens, codec / unchanged
-    error:            largest |decoded - original| / largest |original|, the worst layer's
+    error:            as in `CodecRow`
     """
 
     codec: str

@@ -16,7 +16,7 @@ Bits = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Passed:
-    """error: largest |decoded - original| / largest |original|, the worst layer's"""
+    """error: as in `CodecRow`"""
 
     bits: Bits
     plain_bytes: int
