@@ -5,6 +5,7 @@ waits, how long, and what comes of it.
 import pytest
 
 from kvhold.cache import computing
+from kvhold.cache.chores import Running
 from kvhold.cache.transfer.commands import ProbeCommand
 from kvhold.core.api import Found
 from kvhold.core.keys import Namespace
@@ -24,7 +25,7 @@ from tests.cache.computing import (
     cache_of,
     intent_of,
 )
-from tests.cache.laws import total
+from tests.cache.laws import finish_chores, total
 from tests.cache.scripted import only
 
 __all__ = ["cache"]
@@ -53,6 +54,39 @@ def test_the_second_of_two_equal_lookups_waits_and_finds_what_the_first_has_comp
     assert sum(claimed.num_tokens) == len(TEXT)
     assert cache.waits() == {"stored": 1}
     assert total(cache.state, "kvhold_announced_chunks") == 10
+
+
+@pytest.mark.parametrize("ending", ["a wait", "a search"])
+def test_what_ends_between_the_steps_of_a_refresh_is_not_answered_as_running(
+    monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """The news of an end come once, and only to callers that were told to wait."""
+    monkeypatch.setattr("kvhold.cache.chores._ONE_TURN_KEYS", 0)
+    prompt, steps, seen = SPACE.prompt(TEXT), 0, set[bool]()
+    while True:
+        tiers = () if ending == "a wait" else ("memory://?max_bytes=1MiB",)
+        cache = cache_of(PLAIN, tiers=tiers)
+        state = cache.state
+        first = cache.lookup("a", prompt)
+        if ending == "a wait":
+            second = cache.lookup("b", prompt)
+        else:
+            second = first
+            probe = only(state.take_commands(), ProbeCommand)
+        refresh = Running(state.refresh_turns(second.ticket))
+        if any(refresh.step(1) for _ in range(steps)):
+            break
+        if ending == "a wait":
+            state.release("a", first.announcement)
+        else:
+            state.probed(probe.search, {})
+            finish_chores(state)
+        while not refresh.step(1):
+            pass
+        seen.add(refresh.result.arriving)
+        steps += 1
+    assert steps > 1
+    assert seen == {False}
 
 
 def test_a_lookup_without_an_intent_neither_announces_nor_waits(cache: Cache) -> None:

@@ -419,6 +419,7 @@ class Lookups:
         )
 
     def _refresh(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
+        """What ends between two steps is not answered as running: its news came before."""
         while self._is_arriving(ticket):
             search = self._searches[ticket]
             if search.settling:
@@ -428,7 +429,7 @@ class Lookups:
                 end = self._computing.end_of(search.wait)
                 if end is None and not settle:
                     extent = yield from search.here.extent_turns()
-                    if self._is_arriving(ticket) and search.wait is not None:
+                    if not self.is_over(ticket) and search.wait is not None:
                         return Found(ticket, extent.num_tokens, arriving=True, waits=True)
                     continue
                 self._end_wait(search, end or WaitEnd.CUT_SHORT)
@@ -446,7 +447,7 @@ class Lookups:
                     self._announce(ticket, search, extent)
                 return (yield from self._settle(ticket))
             extent = yield from search.here.extent_turns()
-            if self._is_arriving(ticket) and not search.settling:
+            if not self.is_over(ticket) and not search.settling:
                 if not self._searches.is_too_slow(ticket, extent.num_tokens):
                     return Found(ticket, extent.num_tokens, arriving=True)
                 settle = True
