@@ -12,7 +12,9 @@ import pytest
 
 from tools.setup_env import (
     DYNAMO,
+    IMPORTED_BY_ROUTER,
     IMPORTED_BY_SGLANG,
+    ROUTER,
     SGLANG,
     TORCH,
     VLLM,
@@ -21,11 +23,13 @@ from tools.setup_env import (
     Settings,
     SetupError,
     bring_dynamo,
+    bring_router,
     bring_sglang,
     bring_torch,
     bring_vllm,
     dynamo_folder,
     requirements_without,
+    router_folder,
     set_up,
     sglang_folder,
     stamp_of,
@@ -183,6 +187,24 @@ def test_dynamos_indexer_comes_alone_and_goes_where_nobody_wants_it(tmp_path: Pa
     assert bring_dynamo(real(env), LINUX)
     assert env.arguments == ()
     assert not bring_dynamo(real(env), Settings(host="Linux x86_64", dynamo=False))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_vllm"), [(Settings(host="Linux x86_64", router=False), True), (LINUX, False)]
+)
+def test_vllm_router_comes_alone_and_goes_where_nobody_wants_it(
+    settings: Settings, with_vllm: bool, tmp_path: Path
+) -> None:
+    env = EnvironmentWithATarget({f"vllm-router=={ROUTER}"}, root=tmp_path)
+    assert bring_router(real(env), LINUX, with_vllm=True)
+    assert set(IMPORTED_BY_ROUTER) < set(env.arguments)
+    assert "--no-deps" in env.arguments
+    assert [entry.name for entry in tmp_path.iterdir()] == [router_folder(tmp_path).name]
+    env.arguments = ()
+    assert bring_router(real(env), LINUX, with_vllm=True)
+    assert env.arguments == ()
+    assert not bring_router(real(env), settings, with_vllm=with_vllm)
     assert list(tmp_path.iterdir()) == []
 
 

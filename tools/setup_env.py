@@ -13,12 +13,14 @@ and PIP_* variables).
 * SGLang requires GPU kernels and other versions than vLLM. Its tests need only Python and Rust, so
   it comes without dependencies, into a folder that is on no path.
 * So does Dynamo's indexer (75 MB), which wants an older pydantic than vLLM.
+* So does vllm-router (70 MB), which tests use from its folder alone.
 
 KVHOLD_SETUP_VLLM=0              leave vLLM out; demo and tests use transformers alone
 KVHOLD_SETUP_VLLM=0.31.0         another release of vLLM
 KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  accept any build of torch
 KVHOLD_SETUP_SGLANG=0            leave SGLang and its tests out
 KVHOLD_SETUP_DYNAMO=0            leave Dynamo's indexer and its tests out
+KVHOLD_SETUP_ROUTER=0            leave vllm-router and its tests out
 """
 
 from __future__ import annotations
@@ -54,13 +56,15 @@ TORCH = "2.13.0"
 VLLM = "0.32.0"
 SGLANG = "0.5.23"
 DYNAMO = "1.6.1"
+ROUTER = "0.1.17"
 EXTRAS = "dev,docs,etcd,mooncake,nats,numba,proxy,s3,transformers,yaml"
 if platform.machine() == "x86_64" and sys.version_info < (3, 13):  # the only wheels
     EXTRAS += ",infinistore"
-NUM_STEPS = 7
+NUM_STEPS = 8
 STAMP = "kvhold-setup.stamp"
 WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
 IMPORTED_BY_SGLANG = ("gguf", "ipython", "orjson", "traitlets")
+IMPORTED_BY_ROUTER = ("orjson",)
 TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it
 
 NO_CPU_TORCH = f"""\
@@ -101,6 +105,7 @@ class Settings:
     allow_cuda_torch: bool = False
     sglang: bool = True
     dynamo: bool = True
+    router: bool = True
     host: str = f"{platform.system()} {platform.machine()}"
 
     @classmethod
@@ -113,6 +118,7 @@ class Settings:
             allow_cuda_torch=os.environ.get("KVHOLD_SETUP_ALLOW_CUDA_TORCH", "") == "1",
             sglang=os.environ.get("KVHOLD_SETUP_SGLANG", "") != "0",
             dynamo=os.environ.get("KVHOLD_SETUP_DYNAMO", "") != "0",
+            router=os.environ.get("KVHOLD_SETUP_ROUTER", "") != "0",
         )
 
 
@@ -202,8 +208,13 @@ def set_up(root: Path, settings: Settings) -> None:
         dynamo = step(
             6, "Dynamo's indexer, in a folder of its own", lambda: bring_dynamo(env, settings)
         )
+        router = step(
+            7,
+            "vllm-router, in a folder of its own",
+            lambda: bring_router(env, settings, with_vllm=vllm is not None),
+        )
     step(
-        7,
+        8,
         "a look whether all of it can be imported",
         lambda: check_imports(env, with_vllm=vllm is not None),
     )
@@ -219,6 +230,8 @@ def set_up(root: Path, settings: Settings) -> None:
         print("Without SGLang the tests with it are left out.")
     if not dynamo:
         print("Without Dynamo's indexer the tests with it are skipped.")
+    if not router:
+        print("Without vllm-router the tests with it are skipped.")
 
 
 def stamp_of(env: Environment, settings: Settings) -> str:
@@ -353,6 +366,17 @@ def bring_dynamo(env: Environment, settings: Settings) -> bool:
     return bring_apart(env, dynamo_folder(env.root), package, wanted=settings.dynamo)
 
 
+def bring_router(env: Environment, settings: Settings, *, with_vllm: bool) -> bool:
+    """Return whether it is in `router_folder`. It needs vLLM's requirements."""
+    return bring_apart(
+        env,
+        router_folder(env.root),
+        *IMPORTED_BY_ROUTER,
+        f"vllm-router=={ROUTER}",
+        wanted=settings.router and with_vllm,
+    )
+
+
 def bring_apart(env: Environment, folder: Path, *packages: str, wanted: bool) -> bool:
     """Install packages without their requirements, and say whether they are in the folder.
 
@@ -382,6 +406,10 @@ def sglang_folder(root: Path) -> Path:
 
 def dynamo_folder(root: Path) -> Path:
     return root / f"dynamo-{DYNAMO}"
+
+
+def router_folder(root: Path) -> Path:
+    return root / f"vllm-router-{ROUTER}"
 
 
 def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:
