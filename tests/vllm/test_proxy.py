@@ -92,7 +92,12 @@ def send(url: str, path: str, body: dict[str, Any], *, leave: bool = False) -> l
         assert response.status == 200, text
     finally:
         connection.close()
-    if not body["stream"]:
+    return tokens_of(text, streamed=body["stream"])
+
+
+def tokens_of(text: str, *, streamed: bool) -> list[int]:
+    """Of an answer's body."""
+    if not streamed:
         return list(json.loads(text)["choices"][0]["token_ids"])
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert events[-1] == "[DONE]"
