@@ -105,9 +105,9 @@ def counted(engine: SteppedEngine) -> Counter[str]:
     tally = get_kv_transfer_group().worker.tally
     add = tally.add
 
-    def count(name: str, value: float, label: str = "") -> None:
+    def count(name: str, value: float, *labels: str) -> None:
         counts[name] += int(value)
-        add(name, value, label)
+        add(name, value, *labels)
 
     tally.add = count
     return counts
