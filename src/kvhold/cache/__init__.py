@@ -1,4 +1,4 @@
-"""The cache. `state.py` decides; `local.py` runs it in one process."""
+"""`state.py` decides; `local.py` runs it in one process."""
 
 from kvhold.cache.local import LocalCache, open_cache
 

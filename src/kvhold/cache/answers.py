@@ -1,5 +1,3 @@
-"""Answers of lookups: the length of the hit, and the reason of its end."""
-
 from itertools import islice
 
 from kvhold.cache.chores import Turns

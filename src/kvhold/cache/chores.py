@@ -1,7 +1,4 @@
-"""Divides a loop's long work into short steps.
-
-A unit of work is about one microsecond.
-"""
+"""Divides long work into short steps. A unit is about one microsecond."""
 
 import time
 from collections import deque
@@ -103,7 +100,6 @@ class Running(Generic[Result]):
         self.is_done = False
 
     def step(self, units: int = TURN) -> bool:
-        """Return whether the call is done."""
         end_s = time.perf_counter() + self._most_s
         while units > 0 and time.perf_counter() < end_s:
             try:

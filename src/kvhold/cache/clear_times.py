@@ -1,6 +1,6 @@
 """When namespaces were last cleared, for the hosts of one engine to compare (`node/span.py`).
 
-Times are nanoseconds, and increase even if the clock was set back. No I/O.
+Nanoseconds; they increase even if the clock was set back.
 """
 
 _MOST_NAMESPACES = 4096  # forgetting one costs another clear
@@ -12,11 +12,11 @@ class ClearTimes:
         self._ns: dict[bytes, int] = {}
 
     def of(self, namespace: bytes) -> int:
-        """Return the last clear's time; 0: none."""
+        """0: never"""
         return max(self._all_ns, self._ns.get(namespace, 0))
 
     def note(self, prefix: bytes, now_ns: int, at_ns: int = 0) -> None:
-        """at_ns: time of another host's clear that is repeated here; 0: this host's own"""
+        """at_ns: of another host's clear, repeated here; 0: own clear"""
         if not prefix:
             latest_ns = max(self._all_ns, *self._ns.values(), 0)
             self._all_ns = max(at_ns or now_ns, latest_ns + 1)

@@ -1,8 +1,8 @@
-"""The chunks that engines compute now, and the lookups that wait.
+"""The chunks that engines compute now, and the lookups that wait for them. No I/O.
 
 An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
 withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
-counts as stored when memory has it for every shard and every group with full attention. No I/O.
+counts as stored when memory has it for every shard and every group with full attention.
 """
 
 from collections.abc import Callable, Hashable
@@ -80,7 +80,7 @@ class Announcement:
 
 @dataclass
 class _Chunk:
-    """An announced chunk. missing: the keys that memory lacks. end: in tokens"""
+    """missing: the keys that memory lacks. end: in tokens"""
 
     missing: set[bytes]
     end: int
@@ -88,11 +88,9 @@ class _Chunk:
 
 @dataclass(eq=False)
 class Wait:
-    """A lookup's wait.
-
-    names:      the awaited chunks that are not stored
+    """names:      the awaited chunks that are not stored
     end_tokens: the end of the last awaited chunk
-    hit_end:    the end of the hit with all these chunks, and perhaps a tail
+    hit_end:    end of the hit with all these chunks, and perhaps a tail
     longest_s:  of a handover; None: it lasts while it is faster than computing
     is_broken:  an awaited chunk is not announced any more
     """
@@ -110,7 +108,7 @@ class Wait:
 
 @dataclass(frozen=True, eq=False)
 class AnnouncementWait:
-    """A lookup's wait for the announcement of a chunk. keys: of the chunk"""
+    """keys: of the awaited chunk"""
 
     keys: tuple[bytes, ...]
     began_s: float
@@ -129,7 +127,7 @@ class Computing:
         self._clock = clock
         self._by_name: dict[bytes, Announcement] = {}
         self._by_owner: dict[Hashable, dict[int, Announcement]] = {}
-        self._num_expecting = 0  # waits for an announcement
+        self._num_expecting = 0
         self._has_news = False
 
     @property
@@ -145,10 +143,7 @@ class Computing:
         hit_tokens: int,
         intent: ComputeIntent | None,
     ) -> bool:
-        """Announce the chunks after a hit that no engine computes yet. False: there are none.
-
-        A late or much slower announcement does not count.
-        """
+        """Announce the chunks after a hit that no engine computes yet. False: none, or late, or much slower."""
         if intent is None or not intent.announces:
             return False
         held = self._by_owner.get(owner, {})
@@ -244,10 +239,7 @@ class Computing:
         *,
         waited_s: float = 0.0,
     ) -> Wait | AnnouncementWait | None:
-        """Begin to wait for the chunks after a hit; None: computing them is faster.
-
-        waited_s: by earlier waits of the same lookup
-        """
+        """None: computing the chunks is faster. waited_s: by earlier waits of the same lookup"""
         if intent is None:
             return None
         handover = intent.handover
@@ -324,7 +316,7 @@ class Computing:
         return max(0.0, self._due_s(wait.announcement, wait.cost, wait.end_tokens) - self._clock())
 
     def end_of(self, wait: Wait | AnnouncementWait) -> WaitEnd | None:
-        """Return why a wait is over; None: it is not. Cheap."""
+        """None: it is not over. Cheap."""
         waited_s = self._clock() - wait.began_s
         if isinstance(wait, AnnouncementWait):
             return self._end_of_grace(wait, waited_s)

@@ -27,7 +27,7 @@ class Demotions:
         self._pending: dict[bytes, float] = {}  # name -> deadline, the oldest first
 
     def demote_turns(self, query: Query, layout: Layout, first_chunk: int) -> Turns[DemoteAnswer]:
-        """Demote the chunks from `first_chunk` on, and all tails."""
+        """From `first_chunk` on, and all tails."""
         names = [name for _, name in chunk_names(query, first_chunk)]
         names += [name for _, name in tail_names(query)]
         all_suffixes = suffixes(query, layout)

@@ -26,10 +26,7 @@ _MOST_CHUNKS = 16_384  # per owner
 
 
 class HandoverEnd(StrEnum):
-    """Why a prompt is not kept any more.
-
-    READ: by the other engine, or its host. REPEATED: the request was looked up again.
-    """
+    """READ: by the other engine, or its host. REPEATED: the request was looked up again."""
 
     READ = "read"
     DEADLINE = "deadline"
@@ -40,9 +37,7 @@ class HandoverEnd(StrEnum):
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that is handed over.
-
-    names:  of its chunks and its tail
+    """names:  of its chunks and its tail
     last:   of its last whole chunk
     unsent: keys of that chunk which another host needs, and has not read
     due_s:  its deadline
@@ -132,7 +127,6 @@ class HandoverPins:
                 return
 
     def sent(self, key: bytes) -> None:
-        """Another host reads a chunk."""
         if (prompts := self._by_last.get(key[:NAME_BYTES])) is None:
             return
         prompt = next(iter(prompts))
@@ -141,7 +135,7 @@ class HandoverPins:
             self._end(prompt, HandoverEnd.READ)
 
     def expire(self) -> None:
-        """End the prompts whose deadline has passed. Cheap if there are none."""
+        """Cheap if nothing is due."""
         now_s = self._clock()
         if now_s < self._next_due_s:
             return
@@ -201,5 +195,4 @@ def _drop(prompts: _Prompts, name: bytes, prompt: _Prompt) -> None:
 
 
 def _full_groups(layout: Layout) -> list[int]:
-    """Those with full attention; empty: none"""
     return [n for n, group in enumerate(layout.groups) if group.attention == "full"]

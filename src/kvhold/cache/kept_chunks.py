@@ -15,7 +15,7 @@ from kvhold.core.layout import Layout
 from kvhold.memory.slab import size_class
 from kvhold.tiers.ram import Entry, RamTier
 
-_SHARE = 4  # a quarter
+_SHARE = 4
 
 Keeper = TypeVar("Keeper")
 
@@ -59,13 +59,11 @@ class KeptChunks(Generic[Keeper]):
         )
 
     def add(self, name: bytes, keeper: Keeper, nbytes: int) -> None:
-        """nbytes: of all its keys"""
         if name not in self._keepers:
             self._charge(name, nbytes)
         self._keepers.setdefault(name, {})[keeper] = None
 
     def keep(self, name: bytes, entry: Entry) -> None:
-        """Hold an entry of a kept name."""
         entries = self._entries.setdefault(name, {})
         if entry.key not in entries:
             self._ram.hold(entry)
@@ -130,7 +128,6 @@ def suffixes(query: Query, layout: Layout, groups: Sequence[int] = ()) -> list[b
 
 
 def name_bytes(query: Query, layout: Layout) -> int:
-    """Of one name's whole chunks, in memory."""
     size = layout.tokens_per_chunk
     sizes = [layout.chunk_bytes(group, size) for group in range(len(layout.groups))]
     return query.shards * sum(map(size_class, sizes))

@@ -36,9 +36,7 @@ _MOST_ABANDONED = 300  # per step
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """The answer to a claim.
-
-    offsets:    `[group][chunk]`; ABSENT: missing
+    """offsets:    `[group][chunk]`; ABSENT: missing
     num_tokens: `[chunk]`
     checksums:  `[group]`; packed, of the present chunks
     """
@@ -59,9 +57,7 @@ class Held:
 
 @dataclass
 class _Ticket:
-    """A settled hit.
-
-    shards:   `{shard: [group][chunk]}`
+    """shards:   `{shard: [group][chunk]}`
     claiming: number of claims in progress, which need the pins
     dropped:  released; the last claim unpins the entries
     """
@@ -298,7 +294,7 @@ class Leases:
         }
 
     def give_up(self, owner: Owner) -> None:
-        """Let others reserve an owner's uncommitted chunks, in other memory."""
+        """Others may reserve the owner's uncommitted chunks, in other memory."""
         held = self._holdings.get(owner, _Holdings())
         for reservation in held.reservations.values():
             reservation.is_given_up = True

@@ -331,7 +331,7 @@ class LocalCache(WholePrompts):
             raise KVHoldError("this cache is closed")
 
     def _await(self, ticket: int, wait_s: float) -> Found:
-        """Wait for a hit. The caller holds the lock."""
+        """The caller holds the lock."""
         with on_error(lambda: self._state.release(self._owner, ticket)):
             self._lock.wait_for(lambda: self._closed or self._state.is_over(ticket), wait_s)
         return self._state.refresh(ticket, settle=True)

@@ -76,9 +76,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A lookup and its hit in memory.
-
-    num_clears: of memory, before the lookup
+    """num_clears: of memory, before the lookup
     missing:    the first missing chunk, if it is expected back
     """
 
@@ -189,7 +187,7 @@ class Lookups:
         return (yield from unless_short(num_keys, self._prefetch(query, layout, num_keys)))
 
     def is_over(self, ticket: int) -> bool:
-        """Whether nothing more will arrive, or a wait is over. Cheap."""
+        """Nothing more will arrive, or a wait is over. Cheap."""
         search = self._searches.get(ticket)
         if search is None or search.wait is None:
             return search is None or search.over

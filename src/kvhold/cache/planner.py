@@ -40,9 +40,7 @@ IN_RAM = -1
 
 @dataclass(frozen=True)
 class ChunkPlaces:
-    """The places of a prompt's chunks.
-
-    here:    the hit in memory alone
+    """here:    the hit in memory alone
     extent:  the hit in memory and tiers
     nbytes:  `[chunk]`, over all groups and shards
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
@@ -59,9 +57,7 @@ class ChunkPlaces:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The loads of one lookup.
-
-    chunks:     number to request now
+    """chunks:     number to request now
     wait_s:     until all planned chunks have arrived
     more_bytes: `{tier: bytes}` to request later
     """
@@ -106,7 +102,7 @@ class Planner:
         return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
-        """Whether a probe could pay: assumes that one tier has all missing chunks."""
+        """False: a probe cannot pay, even if one tier has all missing chunks."""
         if not cost.is_known or not all(speed.is_known for speed in self.speeds):
             return True
         options = self._options_here(cost, query, layout, here.num_tokens)
@@ -423,7 +419,7 @@ def _joined(one: LoadOptions, other: LoadOptions) -> LoadOptions:
 
 
 def _choice(cost: ComputeCost, alternatives: Mapping[str, Alternative]) -> str:
-    """all, part, none: the share to load. has: the engine has the hit"""
+    """The share to load: all, part or none. has: the engine has the hit"""
     chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens
     if not everything:
         return "nothing"

@@ -45,13 +45,13 @@ class PromptClears:
         self._num_running = 0
 
     def __len__(self) -> int:
-        """The number of clears that the tiers have not ended."""
+        """Clears that the tiers have not ended."""
         return self._num_running
 
     def clear_turns(self, layout: Layout, clear: PromptClear) -> Turns[int]:
         """Return the number of removed chunks in memory.
 
-        Raises ConfigError: too many chunks; ProtocolError.
+        Raises ConfigError (too many chunks), ProtocolError.
         """
         query = clear.query
         check_query(layout, query)
@@ -88,7 +88,6 @@ class PromptClears:
         return removed
 
     def hidden(self, namespace: bytes) -> None:
-        """The tiers hide the chunks."""
         self._searches.cleared(namespace)
 
     def ended(self) -> None:
@@ -107,7 +106,7 @@ class PromptClears:
     def _end_turns(
         self, namespace: bytes, names: list[bytes], tails: Sequence[bytes]
     ) -> Turns[list[bytes]]:
-        """Return the names after the last one that another prompt's chunk continues."""
+        """Return the names that no other prompt's chunk continues."""
         own, at_of = {*names, *tails}, {name: at for at, name in enumerate(names)}
         first = 0
         for part in self._ram.parts():

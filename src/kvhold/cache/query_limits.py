@@ -1,5 +1,3 @@
-"""Which queries are accepted."""
-
 from itertools import pairwise
 
 from kvhold.cache.reservations import MAX_SHARDS

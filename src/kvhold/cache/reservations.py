@@ -39,9 +39,7 @@ _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 @dataclass(frozen=True)
 class Grant:
-    """Reserved memory.
-
-    reservation: 0: nothing was granted
+    """reservation: 0: nothing was granted
     offsets:     `[group][chunk]`; ABSENT: not granted
     """
 
@@ -51,9 +49,7 @@ class Grant:
 
 @dataclass
 class ReservedChunks:
-    """The chunks of a reservation.
-
-    chunks:      `{chunk number: entries of the granted groups}`
+    """chunks:      `{chunk number: entries of the granted groups}`
     is_given_up: others may reserve the same chunks at once
     """
 

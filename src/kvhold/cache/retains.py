@@ -33,9 +33,7 @@ class RetainEnd(StrEnum):
 
 @dataclass(eq=False)
 class _Retain:
-    """A prompt that is kept.
-
-    names:  of its chunks and its tail, as far as they are kept
+    """names:  of its chunks and its tail, as far as they are kept
     due_s:  its deadline
     """
 
@@ -122,7 +120,7 @@ class Retains:
         self._kept.removed(entry)
 
     def expire(self) -> None:
-        """End the retains whose deadline has passed. Cheap if there are none."""
+        """Cheap if nothing is due."""
         now_s = self._clock()
         if now_s < self._next_due_s:
             return
@@ -152,7 +150,7 @@ class Retains:
         return [retain for held in self._by_owner.values() for retain in held.values()]
 
     def _keep(self, retain: _Retain, name: bytes, all_suffixes: list[bytes], nbytes: int) -> bool:
-        """Return whether a part of the chunk is in memory: a window needs no older part."""
+        """False: no part of the chunk is in memory. A window needs no older part."""
         self._kept.add(name, retain, nbytes)
         retain.names.append(name)
         retain.num_keys += len(all_suffixes)

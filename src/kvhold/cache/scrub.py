@@ -53,7 +53,7 @@ class Scrubber:
         }
 
     def step(self) -> int | None:
-        """None: a pass's end, or after `stop`."""
+        """None: a pass's end, or stopped."""
         self._post(lambda: self._taken.put(self.take()))
         entries = self._taken.get()
         if entries is None:

@@ -66,7 +66,6 @@ def new_state(
     *,
     numa_nodes: Sequence[int] = (),
 ) -> "CacheState":
-    """Raises ConfigError."""
     if config.policy_for != "tokens" and config.policy != "learned":
         raise ConfigError(
             f"policy_for = {config.policy_for!r} needs policy = 'learned', not {config.policy!r}"
@@ -389,11 +388,11 @@ class CacheState:
         return len(self._chores) > 0
 
     def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
-        """Return the last event's number and RAM's entries. Later changes are in later events."""
+        """The last event's number, and RAM's entries; later changes are in later events."""
         return self._changes.log.last, self.ram.parts()
 
     def watch_chunks(self, tell: Callable[[str, Entry], None]) -> None:
-        """tell: called with each change and its reason"""
+        """tell: called with the reason of each change"""
         self._changes.watchers.append(tell)
 
     def layout_of(self, key: bytes) -> Layout | None:

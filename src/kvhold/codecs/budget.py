@@ -36,7 +36,7 @@ def frame_within(
     checksums: Sequence[int] | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
-    """Arguments and errors as for `frame_chunk`."""
+    """As `frame_chunk`."""
 
     def framed(by: Codec) -> Frame:
         return frame_chunk(

@@ -119,9 +119,7 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps of one plane.
-
-    octaves: [groups], a step is base * 2**octave
+    """octaves: [groups], a step is base * 2**octave
     offsets: [groups], the mean in whole steps
     """
 
@@ -229,9 +227,7 @@ def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Byt
 
 @dataclass(frozen=True)
 class _Coding:
-    """The codes of one plane.
-
-    shifts: [tokens, runs], or empty
+    """shifts: [tokens, runs], or empty
     kinds: [tokens * width], numbers of distributions
     """
 

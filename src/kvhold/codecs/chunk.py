@@ -168,7 +168,7 @@ def unframe_payload(
     layout: Layout,
     find: FindCodec = find_codec,
 ) -> None:
-    """Verify and decode all layers, after `check_identity`. Errors as for `unframe_chunk`."""
+    """Verify and decode all layers, after `check_identity`. Errors: see `unframe_chunk`."""
     view, target = memoryview(payload).cast("B"), memoryview(into).cast("B")
     if len(view) != header.payload_bytes:
         raise FrameError(

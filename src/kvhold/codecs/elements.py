@@ -1,5 +1,3 @@
-"""View a layer's bytes as aligned elements."""
-
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias

@@ -1,5 +1,3 @@
-"""fp8: float8 e4m3, one byte per element, and a scale for each channel of a head."""
-
 from typing import ClassVar
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""int8: one byte per element, and a scale for each run of 128 channels of a token and head."""
-
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +10,10 @@ RUN = 128
 
 
 class Int8(Quantised):
-    """Zeros and the largest magnitudes are exact (docs/codecs.md)."""
+    """One byte per element, and a scale for each run of 128 channels of a token and head.
+
+    Zeros and the largest magnitudes are exact (docs/codecs.md).
+    """
 
     name: ClassVar[str] = "int8"
     error_bound: ClassVar[float] = 1 / 127

@@ -1,5 +1,3 @@
-"""k8v4: keys as in `int8`, values as in `kivi4`."""
-
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +12,7 @@ VALUE_BITS = 4
 
 
 class K8V4(Quantised):
-    """Latent KV (MLA) is coded like keys."""
+    """Keys as in `int8`, values as in `kivi4`. Latent KV (MLA) is coded like keys."""
 
     name: ClassVar[str] = "k8v4"
     error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256

@@ -71,7 +71,7 @@ def values_bytes(place: LayerShape, bits: int) -> int:
 
 
 def write_keys(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
-    """Return the largest coded magnitude. plane: [tokens, width]."""
+    """plane: [tokens, width]. Returns the largest coded magnitude."""
     full = place.tokens // groups.GROUP
     ends = np.empty((full, 2, place.width), plane.dtype)
     codes, rest = _keys_parts(np.frombuffer(out, np.uint8), place, bits, ends)

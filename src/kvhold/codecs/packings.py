@@ -1,5 +1,3 @@
-"""Convert known packings of engines to the canonical one, and back."""
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any

@@ -1,6 +1,6 @@
 """The base class of codecs with a loss.
 
-An encoded layer's first byte is its form: RAW, or one of the codec's.
+A layer's first byte is its form: RAW, or one of the codec's.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +46,7 @@ class LayerShape:
 
 
 class Quantised(ABC):
-    """For KV of tokens in bfloat16, float16 and float32. No decoded value becomes infinite.
+    """No decoded value becomes infinite.
 
     A layer is stored unchanged if an element is not finite, or if it would not shrink.
     """
@@ -102,13 +102,11 @@ class Quantised(ABC):
 
     @abstractmethod
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
-        """Write the form and the codes. Return the bytes, at most `place.nbytes`. None: store
-        unchanged.
-        """
+        """Return the bytes, at most `place.nbytes`. None: store unchanged."""
 
     @abstractmethod
     def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
-        """Decode a layer, whose form is not RAW; trust nothing else."""
+        """The form is not RAW; trust nothing else."""
 
     def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> LayerShape:
         found = layout.groups[group]

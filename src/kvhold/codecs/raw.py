@@ -1,5 +1,3 @@
-"""The codec that changes nothing."""
-
 from typing import ClassVar
 
 import numpy as np

@@ -51,7 +51,7 @@ def make_codec(name: str) -> Codec:
 
 
 def check_codec(name: str) -> None:
-    """Raise ConfigError if the name is unknown, or if numba is missing. Imports nothing."""
+    """Raise ConfigError for an unknown name, or without numba. Imports nothing."""
     if name not in codec_names():
         near = get_close_matches(name, codec_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

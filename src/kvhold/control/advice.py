@@ -1,5 +1,3 @@
-"""An action for each reason for a miss, as in docs/metrics.md."""
-
 from typing import TypedDict
 
 from kvhold.core.reasons import REASONS, Reason

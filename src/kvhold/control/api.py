@@ -1,5 +1,3 @@
-"""The API's operations. No HTTP."""
-
 import time
 from http import HTTPStatus
 from typing import Annotated, Any, TypedDict
@@ -41,7 +39,7 @@ class ClearOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: the first digits of its digest
     all:       everything
     tokens:    only a prompt of the namespace: its tokens
-    text:      or its text, to which the tokenizer adds its special tokens
+    text:      or its text, with the tokenizer's special tokens
     messages:  or its chat messages, for the model's chat template
     only_end:  keep the part of the prompt that another prompt in memory continues
     """

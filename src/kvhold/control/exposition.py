@@ -1,5 +1,3 @@
-"""The node's metrics in the text format of Prometheus."""
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -42,7 +40,6 @@ def state_samples(status: NodeStatus) -> list[MetricSample]:
 
 
 def render_absent() -> bytes:
-    """For a node that does not answer."""
     return _text([MetricSample("kvhold_up", (), 0)])
 
 

@@ -1,4 +1,4 @@
-"""The metrics over time, on disk and bounded, for the dashboard.
+"""The metrics over time, on disk, for the dashboard.
 
     history.add(now_s, run, samples)
     history.read(["kvhold_hit_tokens"], since_s=3600)   # increments of counters, values of gauges

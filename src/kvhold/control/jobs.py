@@ -1,5 +1,3 @@
-"""Jobs: re-encodings and copies in the node."""
-
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -59,7 +57,7 @@ class JobRow(TypedDict):
 
     number:    its number
     kind:      reencode, copy or move
-    tier:      whose chunks are re-encoded, or to which chunks go
+    tier:      whose chunks are re-encoded, or the target of a copy
     codec:     their new codec; empty: of the tier
     namespace: digest of the only namespace; empty: all
     began_s:   Unix time

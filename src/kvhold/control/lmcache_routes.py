@@ -1,7 +1,4 @@
-"""Routes for clients of LMCache's controller.
-
-An instance is a namespace, by the first digits of its digest (docs/control.md).
-"""
+"""Routes for clients of LMCache's controller. An instance is a namespace (docs/control.md)."""
 
 import ipaddress
 import re

@@ -32,7 +32,7 @@ class ControlledNode:
 
     @property
     def lost_at_s(self) -> float | None:
-        """Monotonic time of the node's last loss; None: none yet."""
+        """Monotonic; None: never."""
         return None if self._client is None else self._client.lost_at_s
 
     async def call(self, work: Callable[[NodeClient], Result]) -> Result:

@@ -1,5 +1,3 @@
-"""The OpenAPI document, made from the routes."""
-
 import re
 from http import HTTPStatus
 from typing import Any

@@ -1,7 +1,4 @@
-"""Pins: prompts whose chunks stay in memory until a deadline.
-
-A pin is a hit that this process holds. It ends with the API, with the node, or when its time is up.
-"""
+"""Pins: hits that this process holds, until a deadline or the node's end."""
 
 import asyncio
 import time

@@ -1,5 +1,3 @@
-"""Writes the node's metrics to the history, at intervals."""
-
 import asyncio
 import logging
 import time
@@ -81,7 +79,7 @@ class Recorder:
             await asyncio.sleep(self._interval_s)
 
     def _run_of(self, status: NodeStatus) -> str:
-        """Tell runs of the node apart by process and start, on a clock that never jumps."""
+        """Tell runs apart by process and start, on a clock that never jumps."""
         pid, began_s = status["pid"], time.monotonic() - status["uptime_s"]
         if self._last is None or self._last[0] != pid or abs(self._last[1] - began_s) > _SAME_S:
             self._runs += 1

@@ -1,5 +1,3 @@
-"""A route of the API."""
-
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""The table of the API's routes, for the server and the OpenAPI document."""
+"""For the server and the OpenAPI document."""
 
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The node's clients and namespaces, as rows for JSON."""
-
 from typing import TypedDict, cast
 
 import msgspec
@@ -66,7 +64,6 @@ class NamespaceFacts(NamespaceRow):
 
 
 def client_id(client: ClientInfo) -> str:
-    """Return a letter and a number, unlike a process id."""
     return f"c{client.number}"
 
 

@@ -1,7 +1,6 @@
-"""Tokens of texts and chat messages.
+"""Tokens of texts and chat messages, in one thread with a short queue.
 
-Tokenizers and chat templates are files, as `control.tokenizers` says. Nothing is downloaded. All
-work runs in one thread, with a short queue.
+Tokenizers and chat templates are files (`control.tokenizers`). Nothing is downloaded.
 """
 
 import asyncio
@@ -177,7 +176,6 @@ class _ModelTokenizer:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the tokens that a template may name, such as `bos_token`."""
     found = {}
     for name, value in settings.items():
         if name.endswith("_token"):
@@ -201,7 +199,7 @@ def _parse(entry: str) -> _Entry:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return an empty one if there is no file."""
+    """Empty without a file."""
     if not path.exists():
         return {}
     try:

@@ -62,7 +62,6 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def namespace(self) -> bytes:
-        """Its namespace's digest."""
         return self.key[:NAMESPACE_BYTES]
 
 
@@ -86,7 +85,7 @@ class Found:
     ticket:       0 when nothing is held
     sources:      tokens by the place of their KV: `ram` or a lower tier's name
     waits:        another engine computes the missing chunks
-    announcement: number of the caller's announcement that it computes the missing chunks; 0: none
+    announcement: number of the caller's announcement; 0: none
     """
 
     ticket: int
@@ -110,7 +109,7 @@ class Hit(Holding):
         pause: Callable[[float], None],
         give_back_hit: Callable[[], None] = lambda: None,
     ) -> None:
-        """poll: `(ticket, settle, growth)` -> the current answer. growth: the next pause ends when
+        """poll: `(ticket, settle, growth)` -> answer. growth: the next pause ends when
               the hit grows
         pause: sleep for the given seconds, or until the hit is complete
         give_back_hit: ends only the hit; `give_back` its announcement, too
@@ -134,28 +133,28 @@ class Hit(Holding):
 
     @property
     def arriving(self) -> bool:
-        """Whether the hit may still grow."""
+        """The hit may still grow."""
         return self._found.arriving
 
     @property
     def sources(self) -> dict[str, int]:
-        """Tokens by the place of their KV. Their sum is `num_tokens` once the hit is final."""
+        """Tokens by place. Their sum is `num_tokens` once the hit is final."""
         return self._found.sources
 
     @property
     def reason(self) -> Reason | None:
-        """Why the hit ends where it ends; None while arriving."""
+        """Why the hit ends; None while arriving."""
         return self._found.reason
 
     @property
     def waits(self) -> bool:
-        """Whether another engine computes the missing chunks."""
+        """Another engine computes the missing chunks."""
         return self._found.waits
 
     def take_announcement(self) -> Holding | None:
-        """Return the announcement that the caller computes the missing chunks, or None.
+        """The announcement that the caller computes the missing chunks. Close it after computing.
 
-        Close it after computing. Unless taken, it ends with the hit.
+        Unless taken, it ends with the hit.
         """
         if not self._found.announcement or self._give_back is None or not self._is_announced:
             return None
@@ -172,7 +171,7 @@ class Hit(Holding):
         self._update(settle=True)
 
     def wait(self, until_s: float) -> None:
-        """Settle once the hit is complete, or once the monotonic clock reads `until_s`."""
+        """Settle when the hit is complete, or the monotonic clock reads `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while self.arriving and (left_s := until_s - time.monotonic()) > 0:
             self._pause(min(pause_s, left_s))
@@ -181,7 +180,7 @@ class Hit(Holding):
         self.settle()
 
     def wait_for_more(self, until_s: float) -> None:
-        """As `wait`, but also return when the hit has grown."""
+        """As `wait`, but return when the hit has grown, too."""
         before, pause_s = self.num_tokens, _FIRST_PAUSE_S
         self._update(settle=False, growth=True)
         while self.arriving and self.num_tokens == before:
@@ -264,7 +263,6 @@ class CacheJob(Holding, Generic[AnyProgress]):
         self._poll = poll
 
     def refresh(self) -> AnyProgress:
-        """Return the current progress."""
         if not self.progress.done:
             self.progress = self._poll()
         return self.progress
@@ -287,11 +285,11 @@ class Copying(CacheJob[CopyProgress]):
 
 
 class RetainAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What of a prompt is kept, from its start.
+    """The part of a prompt that is kept, from its start.
 
     number:         to be released; 0: nothing is kept
-    num_tokens:     kept, in memory or once they are stored
-    present_tokens: of these, in memory now
+    num_tokens:     in memory, or kept once they are stored
+    present_tokens: of these, in memory
     """
 
     number: int
@@ -302,8 +300,8 @@ class RetainAnswer(msgspec.Struct, frozen=True, array_like=True):
 class DemoteAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Chunks in memory, of one group and one shard each.
 
-    num_chunks:    that go first in eviction now
-    pinned_chunks: that are in use, and were left alone
+    num_chunks:    go first in eviction
+    pinned_chunks: in use, left alone
     """
 
     num_chunks: int
@@ -311,7 +309,7 @@ class DemoteAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RetainedPrompt(Holding):
-    """A prompt that is kept in memory until its deadline, or until it is closed."""
+    """Kept in memory until its deadline, or until it is closed."""
 
     def __init__(self, answer: RetainAnswer, give_back: Callable[[], None]) -> None:
         super().__init__(give_back)
@@ -333,10 +331,10 @@ class Cache(Protocol):
         """
 
     def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
-        """Report how many arena bytes are registered with a device on NUMA node `numa_node`."""
+        """Bytes registered with a device on NUMA node `numa_node`."""
 
     def register(self, namespace: Namespace) -> None:
-        """Make a namespace and its layout known, before other calls about it."""
+        """Before other calls about the namespace or its layout."""
 
     def lookup(
         self,
@@ -407,9 +405,9 @@ class Cache(Protocol):
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Lease | None:
-        """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
+        """Lease one shard's part of a hit, from chunk `first_chunk` on. Each lease has its own pins.
 
-        None: the ticket is unknown, or its hit is closed. Each lease has its own pins.
+        None: unknown ticket, or its hit is closed.
 
         arriving: lease the whole chunks that have arrived so far; else the claim settles the hit
         """
@@ -432,7 +430,7 @@ class Cache(Protocol):
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Forget everything, or one namespace, in memory and in all writable tiers.
+        """Forget everything, or one namespace, in memory and all writable tiers.
 
         Returns the number of chunks in memory.
         """
@@ -451,12 +449,12 @@ class Cache(Protocol):
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until lower tiers have written or given up the chunks committed up to `mark`.
+        """Wait until lower tiers have written or given up all chunks up to `mark`; False: deadline.
 
         mark:       from `Reservation.commit`; None: until now
         deadline_s: None: the configured wait for arriving chunks
 
-        Returns False if the deadline came first.
+
         """
 
     def reencode(
@@ -468,7 +466,7 @@ class Cache(Protocol):
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Reencoding:
-        """Re-encode the stored chunks of a tier, in the background, one call after another.
+        """Re-encode the chunks of a tier, in the background, one call after another.
 
         namespace: only its chunks (digest). None: of all registered or stored to since
             the start
@@ -528,9 +526,9 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
 def leases_as_they_arrive(
     cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float
 ) -> Iterator[Lease]:
-    """Yield leases on one shard's part of a hit, in the order of its chunks' arrival.
+    """Yield leases on one shard's part of a hit, as its chunks arrive.
 
-    Each lease is valid until the next is requested. Raises KVHoldError if the hit is lost.
+    Each is valid until the next is requested. Raises KVHoldError if the hit is lost.
 
     until_s: the hit is settled when the monotonic clock reads this
     """

@@ -139,7 +139,7 @@ def _empty(group: Group, num_tokens: int) -> npt.NDArray[Any]:
 def _chunk(
     buffer: npt.NDArray[np.uint8], at: int, group: Group, num_tokens: int
 ) -> npt.NDArray[Any]:
-    """[layers, planes, tokens, heads, head_dim], in the arena."""
+    """[layers, planes, tokens, heads, head_dim]; a view of the arena"""
     nbytes = group.layers * group.layer_bytes(num_tokens)
     shape = (group.layers, group.planes, num_tokens, group.heads, group.head_dim)
     return buffer[at : at + nbytes].view(_NUMPY[group.dtype]).reshape(shape)

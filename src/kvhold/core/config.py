@@ -457,7 +457,7 @@ def _env_name(dotted: str) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a TOML or YAML file. Raises ConfigError."""
+    """TOML or YAML. Raises ConfigError."""
     try:
         raw = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,3 @@
-"""The settings of `kvhold control`: the section `control`, or the variables `KVHOLD_CONTROL_*`."""
-
 from dataclasses import dataclass
 
 from kvhold.core.setting import setting, size

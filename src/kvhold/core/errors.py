@@ -33,7 +33,7 @@ FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sea
 
 
 class KVHoldError(Exception):
-    """The root of kvhold's errors."""
+    """The root of the tree."""
 
 
 class ConfigError(KVHoldError):

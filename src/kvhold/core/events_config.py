@@ -1,5 +1,3 @@
-"""The settings of a node's events for routers: the section `events`, or `KVHOLD_EVENTS_*`."""
-
 from dataclasses import dataclass
 
 from kvhold.core.setting import setting, size

@@ -57,7 +57,7 @@ class Hint:
     """An action on the KV of the request's own prompt, or of its session.
 
     field:            its place in the request
-    id:               the sender's name for it; may be empty
+    id:               the sender's name; may be empty
     ttl_s:            None: not given
     until_superseded: it ends with the session's next turn
     of_session:       it is about the session's latest turns
@@ -263,7 +263,6 @@ def _list(field: str, value: Any) -> Sequence[Any]:
 
 
 def _kind(field: str, value: Any) -> HintAction:
-    """`pin`, `Pin` or `kv.pin`."""
     if isinstance(value, str) and len(value) <= MOST_NAME:
         name = value.lower().removeprefix("kv.")
         if name in _KINDS:
@@ -290,7 +289,6 @@ def _refused(error: _BadHint) -> HintAnswer:
 
 
 def _quoted(value: Any) -> str:
-    """A short text, however large the value is."""
     if isinstance(value, str):
         return repr(value if len(value) <= _MOST_QUOTED else f"{value[:_MOST_QUOTED]}...")
     if value is None or isinstance(value, bool | float):

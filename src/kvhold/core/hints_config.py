@@ -1,5 +1,3 @@
-"""The settings of hints: the section `hints`, or the variables `KVHOLD_HINTS_*` (docs/hints.md)."""
-
 from dataclasses import dataclass
 
 from kvhold.core.setting import setting, size

@@ -1,5 +1,3 @@
-"""The holdings of a caller: the bytes of a lease or of a reservation."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -55,7 +53,7 @@ class Holding:
             give_back()
 
     def keep(self) -> None:
-        """Hold it until the process ends: a failed device may still use the memory."""
+        """Until the process ends: a failed device may still use the memory."""
         kept.append(self)
 
     def __enter__(self) -> Self:
@@ -118,7 +116,6 @@ class Lease(Holding):
             ]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
-        """Return the places of the chunks of `group` in `buffer`."""
         return ChunkBytes(
             self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group]
         )

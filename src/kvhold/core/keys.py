@@ -61,7 +61,7 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
         return len(self.hashes) // HASH_BYTES
 
     def num_tokens(self, layout: Layout) -> npt.NDArray[np.int64]:
-        """Return [n] int64."""
+        """[n] int64"""
         counts = np.full(len(self), layout.tokens_per_chunk, dtype=np.int64)
         if self.tail_tokens:
             counts[-1] = self.tail_tokens
@@ -206,9 +206,9 @@ class Namespace:
     def allowing_loss(
         self, max_error: float | None = None, max_bits: float | None = None
     ) -> "Namespace":
-        """Return the namespace whose KV lossy codecs may encode, within a budget.
+        """The namespace whose KV lossy codecs may encode, within a budget (`StoreOptions`).
 
-        See `StoreOptions`. max_error=0 allows no loss. Raises ValueError.
+        max_error=0 allows no loss. Raises ValueError.
         """
         return self.narrowed(tags=budget_tags(StoreOptions(max_error=max_error, max_bits=max_bits)))
 
@@ -323,11 +323,11 @@ class _Text(ABC):
 
     @abstractmethod
     def _hashes(self, first: int, last: int) -> bytes:
-        """The whole chunks `first` to before `last`."""
+        """`first` to before `last`."""
 
     @abstractmethod
     def _tail_hash(self, num_tokens: int) -> bytes:
-        """Return the hash of the tail of `num_tokens` tokens."""
+        """num_tokens: of the tail"""
 
     @property
     def num_whole(self) -> int:
@@ -538,7 +538,7 @@ def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> byt
 
 
 def allows_loss(key: bytes) -> bool:
-    """Whether lossy codecs may encode it. key: or a namespace's digest"""
+    """Lossy codecs may encode it. key: or a namespace's digest"""
     return bool(key[NAMESPACE_BYTES - 1] & _LOSS_BIT)
 
 

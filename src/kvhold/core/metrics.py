@@ -1,7 +1,6 @@
-"""The counters.
+"""An unknown name or label raises KeyError.
 
-An unknown name or label raises KeyError. One thread writes. Another may `add` only if it keeps the
-GIL during both dictionary steps.
+One thread writes. Another may `add` only if it keeps the GIL during both dictionary steps.
 """
 
 from bisect import bisect_left
@@ -59,7 +58,7 @@ class Metrics:
             yield Sample(TABLE[name], labels, values[name, labels], counts)
 
     def as_dict(self) -> dict[str, float]:
-        """Return `{"name{label=value}": value}`."""
+        """{"name{label=value}": value}"""
         flat: dict[str, float] = {}
         for sample in self.samples():
             pairs = ",".join(
@@ -75,7 +74,7 @@ class Metrics:
 
 
 def merged_samples(sources: Iterable[Metrics]) -> list[Sample]:
-    """Return the samples of several threads' metrics, with equal ones added."""
+    """Of several threads; equal ones are added."""
     merged: dict[tuple[str, tuple[str, ...]], Sample] = {}
     for source in sources:
         for sample in source.samples():

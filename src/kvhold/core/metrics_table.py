@@ -1,5 +1,3 @@
-"""The table of all metrics."""
-
 from dataclasses import dataclass
 from typing import Literal
 

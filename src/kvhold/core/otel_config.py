@@ -1,5 +1,3 @@
-"""The settings for an OpenTelemetry collector: the section `otel`, or `KVHOLD_OTEL_*`."""
-
 from dataclasses import dataclass
 
 from kvhold.core.setting import setting

@@ -1,5 +1,3 @@
-"""The settings of `kvhold proxy`: the section `proxy`, or the variables `KVHOLD_PROXY_*`."""
-
 from dataclasses import dataclass
 
 from kvhold.core.setting import setting, size

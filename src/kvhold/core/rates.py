@@ -1,7 +1,4 @@
-"""Amounts per second in the last minute.
-
-One thread adds; any thread reads.
-"""
+"""Amounts per second in the last minute. One thread adds; any reads."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Compare an engine's requirements with the node, without secrets. No I/O, no state."""
+"""Compare an engine's requirements with the node, without secrets. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""KV cache events in vLLM's format, and what a node needs to know of a chunk to publish them.
+"""KV cache events in vLLM's format, and a node's descriptions of chunks to publish them.
 
 A ZMQ message has three frames: topic, sequence number (u64, big endian) and a msgpack batch.
 """
@@ -22,7 +22,7 @@ class StoredBlocks(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockSt
     parent_block_hash: of the preceding block; None: the first one
     token_ids:         of all blocks
     medium:            CPU or STORAGE
-    extra_keys:        per block, what its hash covers beside the tokens
+    extra_keys:        per block, its hash covers these beside the tokens
     locality:          LOCAL: on this node's host
     """
 
@@ -49,7 +49,7 @@ class RemovedBlocks(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockR
 
 
 class ClearedBlocks(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
-    """The publisher has nothing any more."""
+    """The publisher has nothing left."""
 
 
 RouterEvent: TypeAlias = StoredBlocks | RemovedBlocks | ClearedBlocks
@@ -64,7 +64,7 @@ class RouterBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkDescription(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine knows of a chunk, and the node does not.
+    """The facts of a chunk that only its engine knows.
 
     name:        a key's first NAME_BYTES
     first_token: position in its prompt

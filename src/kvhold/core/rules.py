@@ -1,4 +1,4 @@
-"""Rules: how a request may use the cache, from the settings and from the request.
+"""How a request may use the cache, from the settings and from the request.
 
 A request may ask for less than the settings allow, but for no other tenant.
 """

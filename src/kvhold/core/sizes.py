@@ -1,5 +1,3 @@
-"""Parse and format sizes such as "5GiB"."""
-
 import re
 from decimal import Decimal
 

@@ -15,9 +15,7 @@ from kvhold.core.errors import ProtocolError
 
 
 class HeldStatus(TypedDict):
-    """The holdings of callers.
-
-    tickets:      number of hits
+    """tickets:      number of hits
     leases:       leases
     reservations: reservations
     """
@@ -52,7 +50,7 @@ class ScrubStatus(TypedDict):
 
 
 class FollowedPeerStatus(TypedDict):
-    """A peer that this node follows. Rates are of the last minute.
+    """Rates are of the last minute.
 
     address:            as in the tier's URL or in the directory
     name:               its host; empty: unknown

@@ -1,5 +1,3 @@
-"""Options of a store."""
-
 from dataclasses import dataclass
 
 MAX_TTL_S = float(1 << 40)
@@ -9,9 +7,9 @@ MAX_TENANT = 64
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """The options under which chunks are stored. Raises ValueError that names the field.
+    """Raises ValueError that names the field.
 
-    A lossy codec encodes only chunks whose namespace allows it (`Namespace.allowing_loss`).
+    Lossy codecs also need `Namespace.allowing_loss`.
 
     max_error: the most |decoded - original| over the largest |original| of a layer. None: as the
                codec states; 0: no loss

@@ -1,4 +1,4 @@
-"""What the cache and the engines need of OpenTelemetry; `node.tracing` has the rest.
+"""The tracer's contract; `node.tracing` implements it.
 
     span = tracer.begin("kvhold.tier.read", parent, {"kvhold.tier": "disk"})  # None: not sampled
     ...
@@ -20,11 +20,11 @@ TraceContext: TypeAlias = Annotated[str, msgspec.Meta(max_length=55)]
 
 
 class OpenSpan(Protocol):
-    """A span that was begun. Any thread."""
+    """Any thread."""
 
     @property
     def context(self) -> TraceContext:
-        """The parent of its children, in this process or another."""
+        """The parent of its children, in any process."""
 
     def end(
         self,
@@ -33,7 +33,7 @@ class OpenSpan(Protocol):
         fault: str = "",
         ended_s: float | None = None,
     ) -> None:
-        """End it; a second call does nothing.
+        """A second call does nothing.
 
         fault:   why the work failed; empty: it did not
         ended_s: on the monotonic clock; None: now
@@ -46,11 +46,9 @@ class Tracer(Protocol):
     def begin_request(
         self, name: str, headers: Mapping[str, str] | None, attributes: Attributes
     ) -> OpenSpan | None:
-        """Begin a request's first span.
+        """None: the trace is not sampled.
 
         headers: `traceparent` and `tracestate`. Without them, the span begins a trace.
-
-        None: the trace is not sampled.
         """
 
     def begin(
@@ -62,12 +60,10 @@ class Tracer(Protocol):
         links: Sequence[TraceContext] = (),
         began_s: float | None = None,
     ) -> OpenSpan | None:
-        """Begin a child of `parent`.
+        """None: `parent` is empty, wrong or not sampled.
 
         links:   other spans that caused it
         began_s: on the monotonic clock; None: now
-
-        None: `parent` is empty, wrong or not sampled.
         """
 
     def close(self) -> None:

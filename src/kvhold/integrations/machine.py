@@ -93,10 +93,7 @@ def version_facts(*names: str) -> Mapping[str, str]:
 
 
 def device_facts(device: str) -> dict[str, str]:
-    """Return a GPU's model and software; empty for a CPU.
-
-    device: as torch names it, such as "cuda:1"
-    """
+    """A GPU's model and software; empty for a CPU. device: torch's name"""
     try:
         place = torch.device(device)
     except RuntimeError:

@@ -1,5 +1,3 @@
-"""The tested versions of engines."""
-
 import logging
 
 log = logging.getLogger(__name__)

@@ -103,10 +103,7 @@ class RunningSums(Protocol):
 
 
 def begin_sums(ranges: Ranges, device: str) -> RunningSums:
-    """Take checksums of a device's memory on its current stream.
-
-    Raises ValueError for ranges that do not suit the device.
-    """
+    """On the device's current stream. Raises ValueError for ranges that do not suit the device."""
     if not ranges.suits(device):
         raise ValueError(f"{device} cannot take the checksums of these ranges; the host can")
     of_device = "triton" if device.startswith("cuda") else "reference"

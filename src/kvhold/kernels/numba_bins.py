@@ -54,7 +54,7 @@ def measure(elements: Elements, dtype: str, tokens: int, width: int) -> Channels
 
 
 def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Doubles:
-    """Sum |element - mean| over the tokens: float64 [width]."""
+    """Sum of |element - mean| over the tokens: float64 [width]"""
     assert elements.size == tokens * means.size
     sums = np.zeros(means.size)
     _distances(elements, KINDS[dtype], means, sums)
@@ -62,7 +62,7 @@ def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Do
 
 
 def quantise(elements: Elements, dtype: str, steps: Floats, offsets: Codes) -> Deviations:
-    """Return the deviations, int16 [tokens * width].
+    """int16 [tokens * width]
 
     steps: [width], at least 1/127 of the channel's largest magnitude; 0 if all are zero
     """
@@ -135,7 +135,7 @@ def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
 def to_symbols(
     deviations: Deviations, kinds: Bytes, offsets: Codes, reach: Counts
 ) -> tuple[Bytes, Codes]:
-    """Return the symbols, uint8 [tokens * width], and the exceptions, int8 [n].
+    """Symbols, uint8 [tokens * width], and exceptions, int8 [n].
 
     reach: [kinds], the largest deviation that is not an exception
     """

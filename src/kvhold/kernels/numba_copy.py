@@ -174,7 +174,7 @@ def _prefetch(_: Any, address: Any) -> Any:
 
 @intrinsic
 def _take(_: Any, counter: Any, count: Any) -> Any:
-    """Add atomically. Return the value before."""
+    """Atomic. Returns the value before."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, amount = args

@@ -90,7 +90,7 @@ def num_segments(symbols: int) -> int:
 
 
 def encode(plane: Bytes, freq: Counts) -> tuple[Words, Counts]:
-    """Return all words, and the words per segment, int64 [segments].
+    """All words, and the words per segment, int64 [segments].
 
     Frequencies of bytes that occur must be from 1 to SCALE - 1.
     """
@@ -103,7 +103,7 @@ def encode(plane: Bytes, freq: Counts) -> tuple[Words, Counts]:
 def decode(
     words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool | None = None
 ) -> bool:
-    """Return False, with `out` undefined, if segments do not end correctly.
+    """False, with `out` undefined: segments do not end correctly.
 
     counts: int64 [segments], each at least STATE_WORDS
     freq:   int64 [256], of sum SCALE

@@ -25,7 +25,7 @@ def num_segments(symbols: int, width: int) -> int:
 
 
 def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple[Words, Counts]:
-    """Return all words, and the words per segment, int64 [segments].
+    """All words, and the words per segment, int64 [segments].
 
     symbols, kinds: [rows * width]
     freq:           [kinds, 256], each row of sum SCALE; not 0 for a symbol that occurs
@@ -48,7 +48,7 @@ def decode(
     *,
     wide: bool | None = None,
 ) -> bool:
-    """Decode into `out` [rows * width], as `numba_rans.decode`."""
+    """out: [rows * width]; else as `numba_rans.decode`"""
     _check(kinds, freq, out, width)
     assert counts.size == num_segments(out.size, width) and int(counts.sum()) == words.size
     assert int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS

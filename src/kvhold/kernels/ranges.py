@@ -1,5 +1,3 @@
-"""Ranges of a device's memory, each in pieces, for checksums."""
-
 from dataclasses import dataclass
 
 import numpy as np

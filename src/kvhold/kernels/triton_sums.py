@@ -48,7 +48,6 @@ def begin_sums(ranges: Ranges, device: str) -> _StartedSums:
 
 
 def prepare(device: str) -> None:
-    """Compile."""
     found = torch.empty(1, dtype=torch.int64, pin_memory=device != "cpu")
     _launch(torch.zeros(1, dtype=torch.int64, device=device), 0, 0, found, device)
 

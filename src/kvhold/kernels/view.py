@@ -103,7 +103,7 @@ class View:
 
     @property
     def is_flat(self) -> bool:
-        """A run may cross the end of a block."""
+        """A run may cross a block's end."""
         return self.block_stride == self.rows_per_block * self.row_stride
 
     @property

@@ -1,1 +1,1 @@
-"""The arena, its allocator, views of engines' memory, and copies."""
+

@@ -191,12 +191,11 @@ class Toucher:
 
 
 def default_arena_bytes() -> int:
-    """A quarter of the free memory, at most 4 GiB."""
     return max(HUGE_PAGE_BYTES, min(4 << 30, available_bytes() // 4))
 
 
 def has_room(nbytes: int, huge_pages: str) -> bool:
-    """Whether an arena fits, in huge pages if the host has enough, free or not."""
+    """In huge pages if the host has enough, free or not."""
     if huge_pages != "never" and all_huge_pages() * HUGE_PAGE_BYTES >= nbytes:
         return free_huge_pages() * HUGE_PAGE_BYTES >= nbytes
     return nbytes + _KEEP_FREE <= available_bytes()

@@ -42,12 +42,10 @@ class Mark(Protocol):
 
 class Transfer(Protocol):
     def done(self) -> bool:
-        """Whether all copies have ended."""
+        """All copies have ended."""
 
     def wait(self) -> list[DamagedChunks | None]:
-        """Return the damaged chunks of each piece. Raises other faults, after all copies have
-        ended.
-        """
+        """The damaged chunks of each piece. Raises other faults, after all copies have ended."""
 
 
 class Stage(Protocol):
@@ -55,7 +53,7 @@ class Stage(Protocol):
         """Keep the engine's stream busy."""
 
     def late_mark(self, seconds: float) -> Mark:
-        """Return a mark in another, busy stream."""
+        """In another, busy stream."""
 
     def drain(self) -> None:
         """Wait until the engine's stream is empty."""
@@ -66,7 +64,7 @@ class Stage(Protocol):
 
 class Copier(Protocol):
     def stages(self) -> Iterator[Stage]:
-        """Yield a stage for each path of copies, used by all copies until the next item."""
+        """A stage for each path of copies, used by all copies until the next item."""
 
     def mark(self) -> Mark | None:
         """None: copies end in their call."""
@@ -83,19 +81,19 @@ class Copier(Protocol):
 
     @property
     def stores_block(self) -> bool:
-        """Whether a store ends in its call: a device may refuse to pin host memory."""
+        """A store ends in its call: a device may refuse to pin host memory."""
 
     def fence(self, transfers: Sequence[Transfer]) -> None:
-        """Make the engine's later work run after the transfers."""
+        """The engine's later work runs after the transfers."""
 
     def prepare(self) -> None:
-        """Start slow preparations."""
+        ...
 
     def close(self) -> None:
-        """Call this before the arena is unmapped, after all transfers."""
+        """Before the arena is unmapped, after all transfers."""
 
     def scratch(self, nbytes: int) -> AbstractContextManager[npt.NDArray[np.uint8]]:
-        """Yield zeros, uint8 [nbytes], copied like the arena. Transfers must end in the block."""
+        """Zeros, uint8 [nbytes], copied like the arena. Transfers must end in the block."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class HostCopier:
         self._threads = threads
 
     def mark(self) -> None:
-        """See `Copier`."""
+        ...
 
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
@@ -147,13 +145,13 @@ class HostCopier:
         return Ended([self._scatter(piece, layers) for piece in pieces])
 
     def fence(self, transfers: Sequence[Transfer]) -> None:
-        """See `Copier`."""
+        ...
 
     def prepare(self) -> None:
-        """See `Copier`."""
+        ...
 
     def close(self) -> None:
-        """See `Copier`."""
+        ...
 
     def stages(self) -> Iterator[Stage]:
         return iter(())

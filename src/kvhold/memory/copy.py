@@ -73,7 +73,7 @@ def scatter_slots(
 def plan_copy(
     view: View, ids: Int64s, buffer: Buffer, places: ChunkBytes, *, unit: Unit = "blocks"
 ) -> "PlannedCopy":
-    """Plan a copy, to run it later or layer by layer.
+    """To run it later, or layer by layer.
 
     Raises ValueError if something is out of bounds, LayoutError for slots of opaque packings.
     """

@@ -1,5 +1,3 @@
-"""The free memory and the huge pages of this host."""
-
 import mmap
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where threads run and where memory lies: cores and NUMA nodes. Linux only. Any thread."""
+"""Cores and NUMA nodes of threads and memory. Linux only. Any thread."""
 
 import ctypes
 import logging
@@ -31,7 +31,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def parse_list(text: str) -> list[int]:
-    """Parse a list such as "0-3,8", of numbers below 65536. Raises ValueError."""
+    """"0-3,8", of numbers below 65536. Raises ValueError."""
     numbers: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.strip().partition("-")
@@ -53,14 +53,14 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def take_all_cores(thread: int = 0) -> set[int]:
-    """Let a thread (0: the caller) run on all cores of its control group. Return them."""
+    """All cores of its control group, which are returned. thread: 0: the caller"""
     with suppress(OSError):
         os.sched_setaffinity(thread, _possible_cores())
     return os.sched_getaffinity(thread)
 
 
 def memory_nodes() -> list[int]:
-    """NUMA nodes with memory for this process; empty: unknown."""
+    """For this process; empty: unknown."""
     try:
         with_memory = set(parse_list((_NODES / "has_memory").read_text()))
         status = Path("/proc/self/status").read_text().splitlines()
@@ -91,7 +91,7 @@ def engine_memory_nodes() -> list[int]:
 
 
 def set_default_memory_policy() -> bool:
-    """Place new pages near their first writer. False: the host refuses."""
+    """New pages near their first writer. False: the host refuses."""
     return system_call(_SET_MEMPOLICY, "set_mempolicy", _MPOL_DEFAULT, None, 0)
 
 

@@ -15,13 +15,13 @@ _DELAYS_S = (0.002, 0.02, 0.2)
 
 class Blocks(Protocol):
     def write(self, stage: Stage, version: int) -> None:
-        """Fill the blocks with a version's bytes."""
+        ...
 
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
         """Copy the blocks' bytes. The result returns them after the copy."""
 
     def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:
-        """A version's bytes, in the buffer's order."""
+        """In the buffer's order."""
 
 
 def check_orders(copier: Copier, piece: Piece, blocks: Blocks) -> None:

@@ -1,6 +1,4 @@
-"""Divide a range of bytes among objects.
-
-A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
+"""A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
 *slabs* of equal slots. Not thread-safe.
 """
 
@@ -93,7 +91,7 @@ class SlabAllocator:
 
 
 class ZonedSlabs:
-    """Allocates in equal parts of the range (zones), such as the memory of NUMA nodes.
+    """Equal parts of the range (zones), such as the memory of NUMA nodes.
 
     If the wanted zone is full, another is used only if enough of all bytes is free.
     """

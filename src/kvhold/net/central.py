@@ -17,7 +17,7 @@ DEFAULT_PORT = 7710
 
 
 class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base record."""
+    ...
 
 
 class CentralWelcome(CentralMessage, frozen=True):
@@ -26,11 +26,11 @@ class CentralWelcome(CentralMessage, frozen=True):
 
 
 class Check(CentralMessage, frozen=True):
-    """Ask whether the cache answers. -> CentralDone"""
+    """-> CentralDone"""
 
 
 class Probe(CentralMessage, frozen=True):
-    """Ask for the sizes of values. -> ValueSizes
+    """The sizes of values. -> ValueSizes
 
     keys: KEY_BYTES each, joined, in all records
     """
@@ -39,7 +39,7 @@ class Probe(CentralMessage, frozen=True):
 
 
 class Get(CentralMessage, frozen=True):
-    """Read values, or ranges. -> ValueSizes
+    """Values, or ranges. -> ValueSizes
 
     room:   the most bytes for each value
     starts: of ranges of exactly `room` bytes; None: whole values
@@ -61,7 +61,7 @@ class ValueSizes(CentralMessage, frozen=True):
 
 
 class Put(CentralMessage, frozen=True):
-    """Store values, whose bytes follow. -> Stored
+    """The values' bytes follow. -> Stored
 
     ttl_s: above MAX_TTL_S: never expires; None: by the tiers' settings
     """
@@ -89,7 +89,7 @@ class Removed(CentralMessage, frozen=True):
 
 
 class Scan(CentralMessage, frozen=True):
-    """Ask for the next keys with a prefix. -> CentralKeys
+    """The next keys with a prefix. -> CentralKeys
 
     after: the previous page's last key; empty: begin
     """
@@ -107,7 +107,7 @@ class CentralKeys(CentralMessage, frozen=True):
 
 
 class CentralDone(CentralMessage, frozen=True):
-    """Answer to Check."""
+    ...
 
 
 Greeting = Union[CentralWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union

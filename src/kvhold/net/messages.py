@@ -137,7 +137,7 @@ class LookupAnswer(Message, frozen=True):
 
 
 class Refresh(Message, frozen=True):
-    """Ask for an arriving hit's length. -> LookupAnswer
+    """-> LookupAnswer
 
     settle: make the hit final now
     growth: send News when the hit grows, too
@@ -149,7 +149,7 @@ class Refresh(Message, frozen=True):
 
 
 class Timing(Message, frozen=True):
-    """Report how long loading and computing took; None: not done."""
+    """None: not done."""
 
     request: _Name
     load_s: float | None
@@ -157,7 +157,7 @@ class Timing(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Ask for the latest decisions. -> Explained"""
+    """-> Explained"""
 
     request: _Name
 
@@ -189,13 +189,11 @@ class Named(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Load a prompt's chunks into memory, without a waiting request."""
-
     query: Query
 
 
 class Retain(Message, frozen=True):
-    """Keep a prompt's chunks in memory. -> Retained"""
+    """-> Retained"""
 
     query: Query
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)]
@@ -206,7 +204,7 @@ class Retained(Message, frozen=True):
 
 
 class Demote(Message, frozen=True):
-    """Evict a prompt's chunks before all others. -> Demoted"""
+    """-> Demoted"""
 
     query: Query
     first_chunk: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
@@ -217,7 +215,7 @@ class Demoted(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """Lease one shard's part of a hit. -> Leased, or NotFound"""
+    """-> Leased, or NotFound"""
 
     ticket: int
     shard: int
@@ -256,7 +254,7 @@ class Release(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Reserve memory for chunks. -> Granted
+    """-> Granted
 
     groups: mask, `[group][chunk]`, one byte each; None: all
     """
@@ -288,7 +286,7 @@ class Abandon(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Clear one namespace, or everything. -> Done, count: removed chunks
+    """namespace: None: everything. -> Done, count: removed chunks
 
     at_ns: time of another host's clear; 0: own clear
     """
@@ -298,7 +296,7 @@ class Clear(Message, frozen=True):
 
 
 class ClearPrompt(Message, frozen=True):
-    """Clear the chunks of one prompt. -> Done, count: removed chunks
+    """-> Done, count: removed chunks
 
     only_end: keep the part that another prompt in memory continues
     """
@@ -327,9 +325,9 @@ class Reencode(Message, frozen=True):
 
 
 class Copy(Message, frozen=True):
-    """Copy a prompt's chunks from memory to a tier. -> CopyStatus
+    """-> CopyStatus
 
-    drop: remove each from memory when the tier has it
+    drop: remove each chunk from memory when the tier has it
     """
 
     tier: str
@@ -358,7 +356,7 @@ class CopyStatus(Message, frozen=True):
 
 
 class Snapshot(Message, frozen=True):
-    """Ask for one page of visible chunks. -> Happened
+    """One page of visible chunks. -> Happened
 
     Page 0 begins a snapshot. Later changes are in later events.
     """
@@ -382,7 +380,7 @@ class Happened(Message, frozen=True):
 
 
 class FindUndescribed(Message, frozen=True):
-    """Ask which chunks the node must know to publish events of them. -> Undescribed
+    """The chunks that need a description, to publish events. -> Undescribed
 
     names: joined, NAME_BYTES each
     """
@@ -409,7 +407,7 @@ class Report(Message, frozen=True):
 
 
 class ChangeSettings(Message, frozen=True):
-    """Change settings of the running node; empty: none. -> Report, all that may change"""
+    """Empty: none. -> Report: each setting that may change"""
 
     changes: dict[str, Any] = {}
 
@@ -450,7 +448,7 @@ class Clients(Message, frozen=True):
 
 
 class UseDevice(Message, frozen=True):
-    """A device copies for this client: its memory is kept until its process has ended or sent
+    """A device copies for this client: its memory is kept until its process has ended, or
     `Departed`.
 
     numa_node: of the device; -1: unknown
@@ -500,15 +498,15 @@ class ClientList(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """End the node."""
+    ...
 
 
 class Ping(Message, frozen=True):
-    """Ask whether the node answers."""
+    ...
 
 
 class News(Message, frozen=True):
-    """A hit or flush has ended or grown, or a wait for computing is over."""
+    """A hit or flush has ended or grown, or a wait is over."""
 
 
 class Done(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Offsets of chunks in the arena, packed for a message: 8 bytes each, in this host's byte order.
+"""Offsets of chunks, packed: 8 bytes each, in this host's byte order.
 
 A hundred times as fast as lists.
 """
@@ -19,7 +19,7 @@ def pack(rows: Sequence["array[int]"]) -> list[bytes]:
 
 
 def unpack(rows: Sequence[bytes], num_groups: int, num_chunks: int) -> npt.NDArray[np.int64]:
-    """Return `[groups, chunks]`. Raises ProtocolError for rows of another number or length."""
+    """`[groups, chunks]`. Raises ProtocolError for rows of another number or length."""
     if len(rows) != num_groups:
         raise ProtocolError(f"offsets of {len(rows)} groups for {num_groups}")
     for row in rows:

@@ -1,4 +1,4 @@
-"""The records between a node and its followers, the nodes that read its chunks.
+"""The records between a node and its followers.
 
 After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. A connection carries
 gets and reads, or one Follow.
@@ -28,7 +28,7 @@ MOST_KEYS = 4096  # per get
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base record."""
+    ...
 
 
 class PeerBus(PeerMessage, frozen=True):
@@ -60,7 +60,7 @@ class PeerWelcome(PeerMessage, frozen=True):
 
 
 class Introduce(PeerMessage, frozen=True):
-    """Name the follower's host. Without an answer.
+    """The follower's host. Without an answer.
 
     port: where it serves peers; 0: it does not
     """
@@ -70,7 +70,7 @@ class Introduce(PeerMessage, frozen=True):
 
 
 class PeerGet(PeerMessage, frozen=True):
-    """Read frames, or a range of each. -> PeerValues, repeatedly
+    """Frames, or a range of each. -> PeerValues, repeatedly
 
     keys:   KEY_BYTES each, joined
     room:   the most bytes for each frame
@@ -89,7 +89,7 @@ class PeerValues(PeerMessage, frozen=True):
 
 
 class OpenChannel(PeerMessage, frozen=True):
-    """Ask how to read the node's memory. -> ChannelOffer"""
+    """-> ChannelOffer"""
 
 
 class ChannelOffer(PeerMessage, frozen=True):
@@ -112,7 +112,7 @@ class ChannelOffer(PeerMessage, frozen=True):
 
 
 class GetSample(PeerMessage, frozen=True):
-    """Read the sample over this connection. -> PeerValues with one value"""
+    """The sample over this connection. -> PeerValues with one value"""
 
 
 class PeerRead(PeerMessage, frozen=True):
@@ -125,11 +125,11 @@ class PeerRead(PeerMessage, frozen=True):
 class Lent(PeerMessage, frozen=True):
     """Frames that stay in their places. Bytes that are not lent follow.
 
-    channel:      number of the agent
-    lease:        for Returned
-    sizes:        of the frames; None: not here, or larger than its room
-    lent:         the last bytes of each frame that are lent; 0: none, all of its bytes follow
-    addresses:    of the lent bytes
+    channel:   number of the agent
+    lease:     for Returned
+    sizes:     of the frames; None: not here, or larger than its room
+    lent:      the last bytes of each frame that are lent; 0: none, all its bytes follow
+    addresses: of the lent bytes
     """
 
     channel: int
@@ -146,7 +146,7 @@ class Returned(PeerMessage, frozen=True):
 
 
 class Follow(PeerMessage, frozen=True):
-    """Ask for the stream of changes. -> Page, PeerChanges
+    """-> Page, PeerChanges
 
     incarnation, after: known to the follower; 0: nothing
     """
@@ -166,9 +166,7 @@ class ClearNumber(PeerMessage, frozen=True):
 
 
 class Page(PeerMessage, frozen=True):
-    """Chunks of a snapshot.
-
-    number:         later events are not in the snapshot
+    """number:         later events are not in the snapshot
     is_first:       the follower forgets its earlier chunks
     digests, sizes: 8 bytes for each chunk, joined, little-endian: xxh3_64 of the key, and the
         frame's size
@@ -190,7 +188,7 @@ class Run(PeerMessage, frozen=True):
 
 
 class PeerChanges(PeerMessage, frozen=True, tag="Happened"):
-    """The next changes. after: the number of the change before"""
+    """after: the number of the change before"""
 
     after: int
     runs: list[Run]

@@ -1,4 +1,4 @@
-"""Connections to one server, each lent to one task at a time, and reused between two replies.
+"""Connections to one server, each lent to one task at a time.
 
 Commands on a stale connection are sent again. One event loop.
 """

@@ -44,21 +44,21 @@ class ReadPiece:
 
 
 class Agent(Protocol):
-    """Called by one thread. Any exception is a fault of the call."""
+    """One thread. Any exception is a fault of the call."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let other agents read this memory, and reads write it."""
+        """Other agents may read this memory, and reads write it."""
 
     def metadata(self) -> bytes:
-        """Return what another agent needs to read the registered memory."""
+        """For another agent, to read the registered memory."""
 
     def add_remote(self, metadata: bytes) -> str:
-        """Return the other agent's name."""
+        """The other agent's name."""
 
     def remove_remote(self, name: str) -> None: ...
 
     def begin_read(self, name: str, pieces: Sequence[ReadPiece]) -> Any:
-        """Return the read, which `end_read` releases."""
+        """`end_read` releases the read."""
 
     def is_done(self, read: Any) -> bool:
         """Raises if the read has failed."""
@@ -66,7 +66,7 @@ class Agent(Protocol):
     def end_read(self, read: Any) -> None: ...
 
     def close(self) -> None:
-        """Release all memory. No read is in progress."""
+        """No read is in progress."""
 
 
 def address_of(view: memoryview) -> int:
@@ -153,7 +153,7 @@ class RemoteMemory:
         self._thread.start()
 
     def close(self) -> bool:
-        """Return whether no read can write to the memory any more. No caller may be left."""
+        """False: a read may still write to the memory. No caller may be left."""
         self._is_closing = True
         self._queue.put(None)
         if self._thread.ident is not None:

@@ -22,7 +22,7 @@ _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class SpanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base record."""
+    ...
 
 
 class RelayWelcome(SpanMessage, frozen=True):
@@ -38,7 +38,7 @@ class LookUp(SpanMessage, frozen=True):
 
 
 class LookAgain(SpanMessage, frozen=True):
-    """Ask for an arriving hit's length. -> LookedUp
+    """-> LookedUp
 
     settle: make the hit final
     """
@@ -48,9 +48,7 @@ class LookAgain(SpanMessage, frozen=True):
 
 
 class LookedUp(SpanMessage, frozen=True):
-    """A pinned hit.
-
-    cleared_ns: the namespace's last clear, asked for after the pins; 0: never
+    """cleared_ns: the namespace's last clear, asked for after the pins; 0: never
     lost:       why the node gave no answer, or empty
     """
 
@@ -70,7 +68,7 @@ class LetGo(SpanMessage, frozen=True):
 
 
 class RepeatClear(SpanMessage, frozen=True):
-    """Repeat another host's clear. -> Alive"""
+    """Another host's clear. -> Alive"""
 
     namespace: bytes
     at_ns: _Nanoseconds

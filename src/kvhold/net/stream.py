@@ -90,7 +90,7 @@ class Stream:
                 views[first] = views[first][sent:]
 
     async def line(self) -> bytes:
-        """Return the bytes up to the next CRLF. Raises ProtocolError: none within 16 KiB."""
+        """Up to the next CRLF. Raises ProtocolError: none within 16 KiB."""
         while (found := self._memory.find(b"\r\n", self._start, self._end)) < 0:
             await self._fill()
         line = bytes(self._ahead[self._start : found])
@@ -135,7 +135,7 @@ class Stream:
 
     @property
     def quiet(self) -> bool:
-        """Whether it is open with nothing to read."""
+        """Open, with nothing to read."""
         if (
             self.closed
             or self._start != self._end

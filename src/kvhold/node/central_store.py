@@ -159,7 +159,7 @@ class CentralStore:
             self._writes.add(entry, None)
 
     async def delete(self, keys: Sequence[bytes], silent: set[str]) -> list[bool]:
-        """Return whether each value was removed.
+        """True: the value was removed.
 
         silent: gets the names of tiers that failed, or are still writing a key
         """

@@ -1,4 +1,4 @@
-"""How a node's chunks may go to its peers and come from them, by its settings."""
+"""The settings of the channel between a node's memory and its peers."""
 
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError

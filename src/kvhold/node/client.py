@@ -104,12 +104,12 @@ class NodeClient(DescribesChunks, OperatorCalls):
 
     @property
     def lost_at_s(self) -> float | None:
-        """Monotonic time of the last loss; None: none yet."""
+        """Monotonic; None: never."""
         return self._lost_at_s
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """The current node's arena: [bytes]."""
+        """[bytes]"""
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
@@ -311,7 +311,7 @@ class NodeClient(DescribesChunks, OperatorCalls):
         self._call(m.Stop(), m.Done, None)
 
     def close(self) -> None:
-        """Leave the node, which takes the client's holdings back. Idempotent."""
+        """The node takes the client's holdings back. Idempotent."""
         with self._lock:
             self._closed.set()
             self._wake.set()

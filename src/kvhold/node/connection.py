@@ -31,7 +31,7 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """A client's connection, in the node's loop.
+    """In the node's loop.
 
     A client that breaks the rules is disconnected, or, if it may still be writing, ignored until it
     closes its end.
@@ -227,7 +227,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         )
 
     def kick(self) -> None:
-        """Let others write its reserved chunks."""
+        """Others may write its reserved chunks."""
         if self.session is not None:
             self._node.state.give_up(self.session)
         self._refuse("this client was ended by `kvhold kick`", "kicked")

@@ -19,9 +19,7 @@ _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 
 
 class Call:
-    """A call.
-
-    grants: the answer grants something to release
+    """grants: the answer grants something to release
     keep:   send the request even if its caller has given up
     """
 
@@ -74,7 +72,7 @@ class Conversation:
             self._return(call.answer, call.asked_s)
 
     def to_send(self) -> memoryview | None:
-        """Return the same bytes until `sent`."""
+        """The same bytes until `sent`."""
         while self._outbox:
             call = self._outbox[0]
             if not call.late or call.begun or call.keep:
@@ -156,7 +154,7 @@ class Conversation:
 
 
 def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
-    """Return the error without traceback, whose frames would keep the arena mapped."""
+    """Without traceback, whose frames would keep the arena mapped."""
     return type(error)(*error.args)
 
 

@@ -13,11 +13,11 @@ Kind = TypeVar("Kind", bound=m.Message)
 class DescribesChunks(ABC):
     @property
     def publishes_events(self) -> bool:
-        """Whether the current node wants descriptions of chunks."""
+        """The current node wants descriptions of chunks."""
         return (link := self._link) is not None and link.welcome.publishes
 
     def undescribed(self, names: bytes) -> list[int]:
-        """Return the positions of the chunks to describe. names: joined, NAME_BYTES each"""
+        """Positions of the chunks to describe. names: joined, NAME_BYTES each"""
         return self._call(m.FindUndescribed(names), m.Undescribed, None).at
 
     def describe(self, chunks: list[ChunkDescription]) -> None:

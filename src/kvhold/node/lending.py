@@ -35,10 +35,7 @@ class PeerLeases:
     async def lend(
         self, keys: Sequence[bytes], room: Sequence[int]
     ) -> tuple[int, list[Parts | None]]:
-        """Return the lease and the frames, once the budget allows.
-
-        Raises ProtocolError: too many leases.
-        """
+        """Once the budget allows. Raises ProtocolError: too many leases."""
         if len(self._held) >= _MOST_LEASES:
             raise ProtocolError(f"a connection has {_MOST_LEASES} leases; return one first")
         self._last = lease = self._last + 1

@@ -92,7 +92,7 @@ class Link:
             return self._mapped(writable=False)
 
     def mappings(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Return a read-only and a writable view. Raises NodeError."""
+        """A read-only and a writable view. Raises NodeError."""
         with self._count_lock:
             return self._mapped(writable=False), self._mapped(writable=True)
 
@@ -177,7 +177,7 @@ class Link:
             self._leave()
 
     def tend(self, seconds: float) -> None:
-        """Read late answers, and send queued requests. Raises OSError, ProtocolError."""
+        """Read late answers, send queued requests. Raises OSError, ProtocolError."""
         until, talk = time.monotonic() + seconds, self._conversation
         self._enter()
         try:
@@ -189,7 +189,7 @@ class Link:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
-        """Map the arena until `let_go`. Raises NodeError."""
+        """Until `let_go`. Raises NodeError."""
         with self._count_lock:
             buffer = self._mapped(writable)
             self._lifetime.hold()

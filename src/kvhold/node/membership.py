@@ -47,7 +47,7 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """Whether the link may close. The node then takes the memory back."""
+        """The link may close. The node then takes the memory back."""
         return self.retired and not self._held and not self._callers
 
 
@@ -89,7 +89,6 @@ class Departures:
 
     @classmethod
     def of_process(cls, path: Path) -> "Departures":
-        """Return the only one of this process and socket."""
         return _of_process.setdefault(path.absolute(), cls())
 
     def add(self, link: UsedLink) -> None:
@@ -98,7 +97,7 @@ class Departures:
                 self._links.append(link)
 
     def due(self, link: UsedLink) -> list[m.Departed]:
-        """Return messages to send. Forgets links to earlier nodes."""
+        """Messages to send. Forgets links to earlier nodes."""
         run = link.welcome.run
         with self._lock:
             self._links = [left for left in self._links if left.welcome.run == run]
@@ -169,13 +168,13 @@ class Membership(Generic[AnyLink]):
         )
 
     def return_within_s(self, link: AnyLink, call_timeout_s: float) -> float | None:
-        """Return the time for returning a grant. None: send nothing, the link closes."""
+        """For returning a grant. None: send nothing, the link closes."""
         if link.retired:
             return None
         return _NO_TIME_S if self.is_silent(link, call_timeout_s) else call_timeout_s
 
     def lose(self, link: AnyLink) -> bool:
-        """Return whether the link was in use."""
+        """False: the link was not in use."""
         self.departures.add(link)
         if self.link is not link:
             return False
@@ -186,7 +185,7 @@ class Membership(Generic[AnyLink]):
         self._registered[request.namespace] = request
 
     def introduce(self, link: AnyLink, told: set[bytes]) -> list[m.Register]:
-        """Return the namespaces to register; if none, use the link."""
+        """The namespaces to register; if none, the link is used."""
         missing = [
             request for namespace, request in self._registered.items() if namespace not in told
         ]

@@ -19,7 +19,7 @@ class Names:
         self._clock = clock
 
     def learn(self, digest: bytes, client: str, description: bytes) -> None:
-        """Ignore a namespace with an empty or large description."""
+        """An empty or large description is ignored."""
         if not description or len(description) > MAX_DESCRIPTION_BYTES:
             return
         before = self._spaces.pop(digest, None)

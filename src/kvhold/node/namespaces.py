@@ -16,12 +16,12 @@ _HASHING = repr(Namespace.hashing)
 
 
 class NoSuchNamespace(NodeError):
-    """No namespace, or several, have these digits."""
+    """None, or several, have these digits."""
 
 
 @dataclass(frozen=True)
 class DigestNamespace(Namespace):
-    """A namespace of which only digest, layout and shards are known."""
+    """Only digest, layout and shards are known."""
 
     known_digest: bytes = b""
 

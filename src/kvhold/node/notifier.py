@@ -1,4 +1,4 @@
-"""An event to wait for together with sockets."""
+"""To wait for together with sockets."""
 
 import os
 import threading

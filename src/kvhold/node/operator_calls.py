@@ -1,5 +1,3 @@
-"""The calls of a node's client that operators make."""
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -50,7 +48,7 @@ class OperatorCalls(WholePrompts):
     def names(
         self, prefix: str = "", *, deadline_s: float | None = None
     ) -> tuple[list[m.KnownSpace], int, int]:
-        """Return described namespaces, and the number and bytes of the others."""
+        """Described namespaces, and number and bytes of the others."""
         spaces: list[m.KnownSpace] = []
         while True:
             page = self._call(
@@ -75,7 +73,7 @@ class OperatorCalls(WholePrompts):
     def repeat_clear(
         self, namespace: bytes, at_ns: int, *, deadline_s: float | None = None
     ) -> None:
-        """Repeat another host's clear, unless the namespace was cleared here since `at_ns`."""
+        """Unless the namespace was cleared here since `at_ns`."""
         self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
 
     def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
@@ -129,17 +127,17 @@ class OperatorCalls(WholePrompts):
         )
 
     def status(self, *, deadline_s: float | None = None) -> NodeStatus:
-        """Return the status, unchecked (see `check_status`)."""
+        """Unchecked (see `check_status`)."""
         return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
 
     def settings(
         self, changes: Mapping[str, Any] | None = None, *, deadline_s: float | None = None
     ) -> dict[str, Any]:
-        """Change settings of the running node. Return those that may change."""
+        """Returns the settings that may change."""
         return self._call(m.ChangeSettings(dict(changes or {})), m.Report, deadline_s).values
 
     def layout_of(self, namespace: bytes, *, deadline_s: float | None = None) -> Layout | None:
-        """Return a namespace's layout, by its digest; None: the node does not know it."""
+        """By digest; None: the node does not know it."""
         return self._call(m.FindLayout(namespace), m.FoundLayout, deadline_s).layout
 
     def measure(self, *, deadline_s: float | None = None) -> list[m.MetricSample]:
@@ -157,5 +155,5 @@ class OperatorCalls(WholePrompts):
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.ClientInfo]:
-        """End clients. Return their state before."""
+        """Returns their state before."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients

@@ -1,4 +1,4 @@
-"""The collector that the settings name, and a tracer for it. Imports OpenTelemetry only if used."""
+"""The configured collector, and a tracer for it. Imports OpenTelemetry only if used."""
 
 import os
 import socket

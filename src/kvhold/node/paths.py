@@ -1,5 +1,3 @@
-"""The paths of this user's node, and their checks."""
-
 import hashlib
 import logging
 import os
@@ -19,10 +17,7 @@ _MAX_PATH = 107
 
 
 def default_socket() -> Path:
-    """Return the socket in this user's first usable folder.
-
-    Engines with the same environment get the same path.
-    """
+    """In this user's first usable folder: the same for engines with the same environment."""
     places = list(_places())
     for number, folder in enumerate(places):
         if _is_free_or_ours(folder):
@@ -43,7 +38,7 @@ def socket_path(configured: str) -> Path:
 
 
 def control_path(configured: str, path: Path) -> Path:
-    """Return the API's socket. path: the node's"""
+    """path: the node's socket"""
     if not configured:
         return path.with_name("control.sock")
     return Path(configured).expanduser().absolute()
@@ -62,7 +57,7 @@ def history_path(path: Path) -> Path:
 
 
 def _state_path(path: Path, kind: str, what: str, setting: str) -> Path:
-    """Return a file in `$XDG_STATE_HOME/kvhold`, named after the host: hosts may share a home.
+    """In `$XDG_STATE_HOME/kvhold`, named after the host: hosts may share a home.
 
     what, setting: for a warning
     """

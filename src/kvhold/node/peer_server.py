@@ -97,7 +97,7 @@ class PeerServer(LoginServer):
 
     @property
     def channel(self) -> tuple[str, str]:
-        """What is offered, and why it is not NIXL."""
+        """The offered channel, and why it is not NIXL."""
         reason = self._why_not_lent if self._memory is None else self._memory.fault
         return (TCP if reason else NIXL), reason
 

@@ -95,7 +95,7 @@ class PeerThread:
         self._thread.join()
 
     async def end(self) -> None:
-        """Like `close`, but leave the loop running."""
+        """As `close`, but leave the loop running."""
         if self._publisher is not None:
             await self._publisher.stop()
         await self._server.stop()

@@ -22,9 +22,7 @@ _STATE, _START_TIME = 0, 19  # of /proc/PID/stat
 
 @dataclass(frozen=True)
 class SocketPeer:
-    """The process at the other end.
-
-    pid:   0: in another PID namespace
+    """pid:   0: in another PID namespace
     start: in kernel clock ticks, because pids recur; None: unknown
     """
 
@@ -40,7 +38,7 @@ class SocketPeer:
         return cls(pid, uid, _start_of(pid) if _proc_is_ours() else None)
 
     def has_ended(self) -> bool:
-        """Whether all threads have ended; False if unknown."""
+        """All threads have ended; False if unknown."""
         if self.pid <= 0 or self.start is None:
             return False
         try:
@@ -117,7 +115,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether no thread is left; the first has ended. Raises OSError."""
+    """No thread is left; the first has ended. Raises OSError."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

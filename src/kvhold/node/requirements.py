@@ -1,5 +1,3 @@
-"""The settings that an engine compares with a node's."""
-
 from hashlib import blake2b
 
 import msgspec

@@ -1,4 +1,4 @@
-"""Where events for routers are published: ZMQ's addresses, refused if others could read them."""
+"""The ZMQ addresses of events for routers, refused if others could read them."""
 
 import socket
 import stat
@@ -48,7 +48,7 @@ def _socket_path(address: str, where: str) -> Path:
     if not path.is_absolute():
         raise ConfigError(f"{where}: {address!r}: give an absolute path, such as ipc:///run/events")
     try:
-        # ZMQ removes what it finds there
+        # ZMQ removes any file there
         is_other = not stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:
         is_other = False

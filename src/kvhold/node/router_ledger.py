@@ -1,8 +1,8 @@
-"""What routers were told of a node's chunks.
+"""The node's chunks as announced to routers.
 
 A block is announced for a medium while all shards of one of its chunks are there. Routers match by
-the engine's block hashes and tokens, of which the node knows nothing: an engine describes a chunk
-when one of its requests stores or finds it. A chunk without a description is not announced.
+the engine's block hashes and tokens. The node has neither: an engine describes a chunk when one of
+its requests stores or finds it. A chunk without a description is not announced.
 
 One thread, but for `has`.
 """
@@ -59,7 +59,7 @@ class RouterLedger:
         return len(self._chunks)
 
     def has(self, name: bytes) -> bool:
-        """Whether the chunk is described. Any thread."""
+        """Any thread."""
         return name in self._chunks
 
     def move(self, key: bytes, place: int, *, present: bool) -> None:
@@ -97,7 +97,7 @@ class RouterLedger:
             self._forget(next(iter(self._chunks)))
 
     def changes(self) -> list[RouterEvent]:
-        """A prompt's beginning comes before what follows it."""
+        """A prompt's beginning comes first."""
         touched, self._touched = self._touched, set()
         events, self._removed = self._removed, []
         chunks = [chunk for name in touched if (chunk := self._chunks.get(name)) is not None]

@@ -1,13 +1,13 @@
-"""Publishes what a node holds as KV cache events, over ZMQ and in vLLM's format.
+"""Publishes a node's chunks as KV cache events, over ZMQ and in vLLM's format.
 
     publisher = RouterPublisher(config.events, Metrics())
     publisher.start()
     publisher.note(key, 0, True)        # any thread; never waits
     publisher.describe(chunks)                  # from engines
 
-Changes wait in a queue without duplicates. If it is full, all is announced as removed, and the
-chunks come back as they change. A slow subscriber misses batches: their numbers have a gap, and the
-replay endpoint has the latest batches. One thread has the sockets and the ledger.
+Changes wait in a queue without duplicates. If it is full, all is announced as removed, and chunks
+come back as they change. A slow subscriber misses batches (a gap in their numbers); the replay
+endpoint has the latest ones. One thread has the sockets and the ledger.
 """
 
 import logging
@@ -119,10 +119,7 @@ class RouterPublisher:
             self._wake_up()
 
     def undescribed(self, names: bytes) -> list[int]:
-        """Return the positions of the chunks that it needs to know.
-
-        names: joined, NAME_BYTES each
-        """
+        """Positions of the chunks that it needs to know. names: joined, NAME_BYTES each"""
         needed: list[int] = []
         for at in range(len(names) // NAME_BYTES):
             name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
@@ -192,7 +189,7 @@ class RouterPublisher:
                 poller.poll(_REPLAYING_MS if self._replays else _IDLE_MS)
 
     def _take_turn(self) -> bool:
-        """Return whether changes still wait."""
+        """False: no changes wait."""
         with self._lock:
             self._is_woken = False
             dropped, self._dropped = self._dropped, []
@@ -229,7 +226,7 @@ class RouterPublisher:
     def _publish(self, events: list[RouterEvent]) -> None:
         number, payload = self._sequence, _encoder.encode(RouterBatch(time.time(), events, 0))
         self._sequence += 1
-        # PUB drops what a slow subscriber does not take
+        # PUB drops batches for a slow subscriber
         self._publishing.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
         self._buffer.append((number, payload))
         self._buffer_bytes += len(payload)

@@ -138,7 +138,7 @@ class Session:
         }
 
     def answer(self, request: m.Request) -> m.Answer | Running[m.Answer]:
-        """Return the answer, or a running call of several turns.
+        """The answer, or a running call of several turns.
 
         Our own errors refuse the request. Raises ProtocolError.
         """

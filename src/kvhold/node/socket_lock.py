@@ -71,10 +71,7 @@ class SocketLock:
 
 
 def bind_own(path: Path, *, setting: str = "node.socket") -> socket.socket:
-    """Return a socket bound to `path` that only this user can connect to.
-
-    The caller holds the lock. Raises NodeError.
-    """
+    """Only this user can connect to it. The caller holds the lock. Raises NodeError."""
     _remove_stale(path, setting)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -29,7 +29,7 @@ _LOG_TAIL_BYTES = 2000
 
 
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
-    """Return a client of this host's node. Start the node if `node.autostart` allows.
+    """Join this host's node. Start it if `node.autostart` allows.
 
     `node.on_mismatch` and `node.require_encryption` apply to a running node.
 

@@ -32,8 +32,6 @@ _MOST_HEADER = 512  # characters, as W3C suggests
 
 
 class OtelTracer:
-    """See `core.tracing.Tracer`."""
-
     def __init__(self, config: OtelConfig, collector: Collector, count: Count) -> None:
         exporter = OTLPSpanExporter(
             endpoint=collector.path("traces"),
@@ -122,8 +120,6 @@ class OtelTracer:
 
 
 class _OtelSpan:
-    """See `core.tracing.OpenSpan`."""
-
     def __init__(self, span: Span) -> None:
         self._span = span
 
@@ -149,10 +145,7 @@ class _OtelSpan:
 
 
 class _Bounded(SpanProcessor):
-    """Drops spans while too many wait, and counts what becomes of each.
-
-    OpenTelemetry's queue drops spans, too, but without a count.
-    """
+    """Drops spans while too many wait, and counts them: OpenTelemetry's queue does not count."""
 
     def __init__(
         self, exporter: OTLPSpanExporter, config: OtelConfig, count: Count, shown: str

@@ -1,7 +1,4 @@
-"""The watcher: a waiting process that restarts a killed node at once.
-
-Its lock keeps engines from starting a node.
-"""
+"""A waiting process that restarts a killed node at once. Its lock keeps engines from starting one."""
 
 import fcntl
 import gc

@@ -1,1 +1,1 @@
-"""KV sizes and capacities."""
+

@@ -88,11 +88,11 @@ class ModelKV:
     notes: tuple[str, ...] = ()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """The bytes that kvhold stores for a text: of sliding layers, too, all tokens."""
+        """As kvhold stores a text: of sliding layers, too, all tokens."""
         return sum(group.layers * group.layer_bytes(num_tokens) for group in self.groups)
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """The bytes that a hit loads; of sliding layers, the window."""
+        """As a hit loads it; of sliding layers, the window."""
         return sum(
             group.layers * group.layer_bytes(_within(group, num_tokens)) for group in self.groups
         )

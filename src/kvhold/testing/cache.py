@@ -131,7 +131,7 @@ def check(lease: Lease, prompt: Prompt, num_tokens: int, shard: int = 0) -> None
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
-    """Check every byte. Return the number of found tokens."""
+    """Check every byte of the hit. Returns its tokens."""
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
             lease = cache.claim(hit.ticket, shard)

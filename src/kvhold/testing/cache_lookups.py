@@ -1,5 +1,3 @@
-"""Lookups and loads, for `CacheContract`."""
-
 from secrets import token_hex
 
 import pytest

@@ -1,5 +1,3 @@
-"""Reservations, writes and commits, for `CacheContract`."""
-
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

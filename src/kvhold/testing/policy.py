@@ -54,10 +54,10 @@ class PolicyContract(ABC):
 
     @abstractmethod
     def make_policy(self) -> Policy:
-        """Return a policy without keys."""
+        ...
 
     def rank(self, known: Known) -> Any:
-        """Return a unique rank; the lowest is evicted first. None: the order is not checked."""
+        """The lowest unique rank is evicted first. None: the order is not checked."""
         return None
 
     def test_a_new_policy_knows_nothing_and_has_no_victims(self) -> None:

@@ -1,5 +1,3 @@
-"""Keys, values and calls for tests of tiers."""
-
 import random
 from collections.abc import Sequence
 

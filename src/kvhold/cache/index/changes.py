@@ -1,5 +1,3 @@
-"""Records admissions to memory and removals."""
-
 from collections.abc import Callable
 
 from kvhold.cache.events import EventLog
@@ -20,7 +18,6 @@ class Changes:
 
     @property
     def log(self) -> EventLog:
-        """Raises ConfigError without events."""
         if self._log is None:
             raise ConfigError(
                 "event_buffer is 0: this cache keeps no events; set it to the number of events "

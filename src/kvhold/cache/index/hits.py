@@ -1,6 +1,4 @@
-"""The longest prefix with all needed chunks of each group.
-
-Full attention needs all chunks, sliding attention those of the last `window` tokens, a state group
+"""Full attention needs all chunks, sliding attention those of the last `window` tokens, a state group
 the last chunk only. Pure.
 """
 

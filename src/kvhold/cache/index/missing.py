@@ -9,7 +9,7 @@ _VERBS = {EVICTED: "was evicted", DECLINED: "was not worth its room"}
 
 
 class ExpectedChunk(NamedTuple):
-    """A removed chunk. See `Policy.expected_back_s`"""
+    """See `Policy.expected_back_s`."""
 
     key: bytes
     expected_back_s: float

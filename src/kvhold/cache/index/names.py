@@ -1,4 +1,4 @@
-"""The names of a query's chunks: namespace and hash, without group and shard."""
+"""A name is namespace and hash, without group and shard."""
 
 from collections.abc import Iterator
 

@@ -35,8 +35,7 @@ class Extent:
 class FirstKeys(Sequence[bytes]):
     """The whole chunks' keys in one group and shard.
 
-    place: the first group with full attention, or the first one, and the first shard that the query
-           needs
+    place: the first group with full attention (or the first one), and the query's first shard
     """
 
     def __init__(self, query: Query, layout: Layout) -> None:
@@ -159,7 +158,7 @@ class Presence(Generic[Found]):
                 self._runs[group, shard] = row  # type: ignore[assignment]
 
     def shard_rows(self, shard: int, extent: Extent) -> list[list[Found | None]]:
-        """Return `[group][chunk]`."""
+        """`[group][chunk]`"""
         rows: list[list[Found | None]] = []
         for group in range(len(self._layout.groups)):
             first = needed_chunks(self._layout, group, extent.num_tokens).start

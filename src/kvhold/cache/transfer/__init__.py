@@ -1,1 +1,1 @@
-"""Chunks between memory and tiers."""
+

@@ -85,7 +85,7 @@ class ClearChunksCommand:
 
 @dataclass(frozen=True)
 class Space:
-    """A namespace. layout: None: the frames name it"""
+    """layout: None: the frames name it"""
 
     layout: Layout | None
     store_options: StoreOptions

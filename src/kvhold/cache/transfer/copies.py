@@ -1,6 +1,6 @@
-"""Copies of prompts from memory to a tier, in parts: begun, followed and ended. No I/O.
+"""Copies of prompts from memory to a tier, in parts. No I/O.
 
-The chunks of one part are held until the tier has answered.
+A part's chunks are held until the tier has answered.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence

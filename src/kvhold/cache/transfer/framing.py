@@ -1,7 +1,4 @@
-"""Makes the tiers' frames: encodes and encrypts chunks.
-
-Any thread; the work releases the GIL.
-"""
+"""Encodes and encrypts chunks for tiers. Any thread; the work releases the GIL."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""The peers that a search's chunks came from, for `kvhold explain`."""
-
 from dataclasses import dataclass, field
 
 from kvhold.core.planning import LoadedChunks

@@ -1,7 +1,4 @@
-"""Receives a tier's frame, checks it and decodes it into the arena.
-
-Any thread; the work releases the GIL.
-"""
+"""Receives a tier's frame, checks it and decodes it into the arena. Any thread; releases the GIL."""
 
 from kvhold.cache.transfer.commands import PendingRead
 from kvhold.codecs import (

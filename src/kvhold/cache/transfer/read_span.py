@@ -14,8 +14,6 @@ _MOST_LINKS = 16
 
 
 class ReadSpan:
-    """Begins with the wait for the tier's turn, and ends with the checks."""
-
     def __init__(self, tracer: Tracer, span: OpenSpan) -> None:
         self._tracer = tracer
         self._span = span

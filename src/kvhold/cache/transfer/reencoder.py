@@ -65,9 +65,7 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A chunk's frame, looked at.
-
-    result:      None: `written` replaces the frame
+    """result:      None: `written` replaces the frame
     over_budget: a more exact codec was used, to keep the error budget
     """
 

@@ -1,5 +1,3 @@
-"""Known namespaces, running re-encodings and their owners. No I/O."""
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -21,9 +19,7 @@ _MOST_REENCODINGS = 64
 
 @dataclass(frozen=True)
 class ReencodableTier:
-    """A tier to re-encode.
-
-    refusal:     why its chunks cannot be re-encoded
+    """refusal:     why its chunks cannot be re-encoded
     lossy_below: a lower tier with lossy frames: promoted chunks may have lost precision
     """
 

@@ -41,9 +41,7 @@ class _Coming:
 
 @dataclass
 class _Survey:
-    """The places of a prompt's chunks.
-
-    slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
+    """slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
     coming:  `{tier: chunk}`, the first with a read in progress
     """

@@ -1,7 +1,7 @@
-"""The speed of a tier, learned from requests' reads.
+"""The speed of a tier, learned from requests' reads. Pure.
 
-Bytes count as in memory, so a codec's ratio and speed are included. All times are of one monotonic
-clock. Pure.
+Bytes count as in memory, so a codec's ratio and speed are included. All times are of one
+monotonic clock.
 """
 
 from dataclasses import dataclass
@@ -95,10 +95,10 @@ class TierSpeed:
         return waits
 
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
-        """Return the seconds until `ended_bytes` reaches `until_bytes`, plus `more_bytes`.
+        """Seconds until `ended_bytes` reaches `until_bytes`, plus `more_bytes`.
 
-        A late read is expected to take as long again as the tier's silence; eight times that after
-        few measurements, but limited by `slowest_byte_s`.
+        A late read should take as long again as the tier's silence, or eight times that after few
+        measurements, but at most by `slowest_byte_s`.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:

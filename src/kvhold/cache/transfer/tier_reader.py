@@ -180,7 +180,7 @@ class TierReader:
             )
 
     async def _resized(self, guard: Guard, missed: list[PendingRead]) -> dict[int, PendingRead]:
-        """Return, by `id`, missed chunks that were re-encoded since the probe."""
+        """By `id`: missed chunks that were re-encoded since the probe."""
         sizes = (
             await guard.probe([pending_read.entry.key for pending_read in missed]) if missed else []
         )
@@ -273,7 +273,7 @@ class TierReader:
 
 
 async def remove(guard: Guard, keys: list[bytes]) -> None:
-    """Does nothing with the setting `read_only`."""
+    """Nothing with `read_only`."""
     if not guard.config.read_only:
         async with guard.gate.turn(Urgency.DELETE):
             await guard.delete(keys)

@@ -404,7 +404,6 @@ class TierWorker:
             await self._remember()
 
     async def _remember(self) -> None:
-        """Journal other hosts' clears, after the pending clears."""
         if self._journal is None:
             return
         async with self._remembering:  # else an earlier call may write last
@@ -476,7 +475,7 @@ def make_tier_worker(
     plan: ChannelPlan | None = None,
     tell_places: Callable[[bytes, int, bool], None] | None = None,
 ) -> TierWorker | None:
-    """Return None without tiers.
+    """None without tiers.
 
     tell_disks:  called with each value that peers may read, and its bytes; 0: removed
     plan:        of a tier of peers

@@ -1,5 +1,3 @@
-"""Tell listeners of changes of the values on this host's disks."""
-
 from collections.abc import Callable
 
 from kvhold.tiers.base import TellsChanges, ValueChanges

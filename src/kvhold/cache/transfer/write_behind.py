@@ -175,7 +175,6 @@ class WriteBehind:
         batch: list[Write],
         pending: "list[asyncio.Task[Any]]",
     ) -> None:
-        """pending: receives calls that use the memory beyond the deadline"""
         if not guard.available:
             guard.drop(len(batch), reason="unavailable")
             return

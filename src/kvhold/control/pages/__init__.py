@@ -1,5 +1,3 @@
-"""The dashboard: one page."""
-
 from importlib.resources import files
 
 PAGE_POLICY = (
@@ -14,7 +12,7 @@ _FILES = {
 
 
 def read_pages() -> dict[str, tuple[str, bytes]]:
-    """Return content type and content, by path."""
+    """{path: (content type, content)}"""
     folder = files(__package__)
     return {
         path: (content_type, (folder / name).read_bytes())

@@ -139,7 +139,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         )
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Return the restorable prefix lengths, in pages."""
+        """The restorable prefix lengths, in pages."""
         keys = _kv(transfers).keys or []
         check_keys(keys)
         self._forget(rid)
@@ -185,7 +185,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return queued is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Start queued loads. Return the index to wait with; -1: none is queued."""
+        """Return the index to wait with; -1: none is queued."""
         if not self._queued:
             return -1
         loads, self._queued = list(self._queued.values()), {}
@@ -199,7 +199,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return bool(self.layer_done_counter.finish(counter_index))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Queue pages to be stored, all or none."""
+        """All or none."""
         transfer = _kv(transfers)
         keys = list(transfer.keys or [])
         if not keys or transfer.device_indices is None:
@@ -218,7 +218,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return self._offloaded.qsize()
 
     def pop_completed_offload(self) -> bool:
-        """Take the oldest completed offload. True: all its pages are cached."""
+        """The oldest completed one. True: all its pages are cached."""
         return self._offloaded.get_nowait()
 
     def reset(self) -> None:

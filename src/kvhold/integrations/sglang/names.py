@@ -65,7 +65,7 @@ class SGLangEngine:
 
 @dataclass(frozen=True)
 class PagePart:
-    """(rank, size) in tensor, pipeline, context and decode context parallelism."""
+    """(rank, size) each"""
 
     tp: tuple[int, int] = (0, 1)
     pp: tuple[int, int] = (0, 1)

@@ -1,4 +1,4 @@
-"""Count, load and store the pages of one pool, by SGLang's hashes.
+"""Pages of one pool, by SGLang's hashes.
 
 Only a request's first lookup is a use. Errors are logged: the page is a miss or is not stored. Any
 thread.
@@ -62,7 +62,7 @@ class PageStore:
             self._cache.register(self.namespace)
 
     def count(self, keys: Sequence[str]) -> int:
-        """Count the pages before the first missing one, and load them into memory."""
+        """The pages before the first missing one; they are loaded into memory."""
         return self._find(keys, self._until(), uses=self._rules.uses) or 0
 
     def find(self, keys: Sequence[str], *, again: bool = False) -> Hit | None:
@@ -86,11 +86,11 @@ class PageStore:
         return None
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Return which pages are present; load them into memory."""
+        """Which pages are present; they are loaded into memory."""
         return self._present(keys, self._until(), uses=self._rules.uses)
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
-        """Return which pages arrived; others may be partly written."""
+        """Which pages arrived; others may be partly written."""
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
         def take(first: int, lease: Lease) -> None:
@@ -109,7 +109,7 @@ class PageStore:
     def store(
         self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy
     ) -> list[bool]:
-        """Store missing pages. Return which are present afterwards."""
+        """Which pages are present afterwards."""
         if not self._rules.store:
             return [False] * len(keys)
         started_s, there = time.monotonic(), [False] * len(keys)

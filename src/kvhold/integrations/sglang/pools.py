@@ -34,7 +34,7 @@ _FIELD_OF = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 class Pages(Protocol):
     @property
     def layout(self) -> Layout:
-        """A page's layout."""
+        ...
 
     @property
     def identity(self) -> str:
@@ -50,19 +50,19 @@ class Pages(Protocol):
         """ABSENT chunks are left out."""
 
     def scatter(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
-        """Copy chunks into pages."""
+        ...
 
     def takes_flat(self, page: object) -> bool:
         """Whether it can be read and written."""
 
     def gather_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
-        """Copy flat pages into chunks."""
+        ...
 
     def scatter_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
-        """Copy chunks into flat pages."""
+        ...
 
     def new_flat(self) -> "torch.Tensor":
-        """Allocate a flat page."""
+        ...
 
 
 def host_pages(pool: Any, *, kv_dtype: str, threads: int) -> Pages:
@@ -156,9 +156,7 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
 
 @dataclass(frozen=True)
 class _Arranged:
-    """A pool's arrangement.
-
-    axes: of the tensor that `layer(plane, layer)` returns
+    """axes: of the tensor that `layer(plane, layer)` returns
     flat: axes of a flat page: l(ayer), p(lane), t(oken), h(ead), d(im)
     """
 

@@ -1,6 +1,4 @@
-"""Move pages between SGLang's host pools and the cache.
-
-Wrong arguments raise ValueError before any copy. A fault of the cache is a miss or an unstored
+"""Wrong arguments raise ValueError before any copy. A fault of the cache is a miss or an unstored
 page.
 """
 
@@ -74,7 +72,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Count the pages that all pools can restore."""
         kv_pages = self.batch_exists(keys, extra_info)
         found: dict[str, int] = {_KV: kv_pages} if kv_pages else {}
         lengths = frozenset(range(1, kv_pages + 1))
@@ -126,7 +123,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Return flat pages. None: a miss, or a wrong target."""
+        """Flat pages. None: a miss, or a wrong target."""
         check_keys(keys)
         if target_locations is not None and len(target_locations) != len(keys):
             raise ValueError(f"target_locations: {len(target_locations)} for {len(keys)} keys")
@@ -159,7 +156,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store flat pages. True: all pages are present now."""
+        """True: all pages are present now."""
         check_keys(keys)
         values = [] if values is None else values
         if len(values) != len(keys):
@@ -180,7 +177,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             page_store.clear()
 
     def get_stats(self) -> Any:
-        """Return the pages moved since the last call."""
         if not self._storage_config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics

@@ -1,7 +1,4 @@
-"""Decide which calls the cache serves.
-
-A served call fills its cache with the KV of exactly the prompt's tokens.
-"""
+"""A served call fills its cache with the KV of exactly the prompt's tokens."""
 
 import copy
 from collections.abc import Mapping
@@ -55,7 +52,7 @@ class GenerateCall:
     searched: bool = False
 
     def tokens(self) -> npt.NDArray[np.int64]:
-        """[rows, tokens], on the host."""
+        """[rows, tokens]"""
         ids: npt.NDArray[np.int64] = self.input_ids.detach().cpu().numpy()
         return ids
 

@@ -1,4 +1,4 @@
-"""Find the shape of a model's KV: let the model fill a cache, and inspect it.
+"""Let the model fill a cache, and find the shape of its KV.
 
 The probe is two prompts with the same first token. If its KV differs, the model looks ahead.
 """

@@ -52,9 +52,7 @@ class ReuseResult:
 
 @dataclass
 class _Work:
-    """One call's prompts.
-
-    known: [rows] tokens that the cache had
+    """known: [rows] tokens that the cache had
     kv: past_key_values, [rows * expand, heads, tokens, head_dim] per layer
     """
 
@@ -261,7 +259,7 @@ class Reuse:
     def _store(
         self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True
     ) -> int:
-        """Store KV from `block` on, after the first `known` tokens. Return the tokens."""
+        """Store KV from `block` on, after the first `known` tokens. Returns the tokens."""
         length, layout = len(prompt.tokens), prompt.namespace.layout
         names = prompt.chunks(
             known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1

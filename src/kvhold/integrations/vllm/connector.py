@@ -1,7 +1,4 @@
-"""The class that vLLM loads. It forwards calls to the scheduler's or the worker's side.
-
-No call may raise into the engine's step.
-"""
+"""The class that vLLM loads. No call may raise into the engine's step."""
 
 import logging
 import sys

@@ -1,8 +1,8 @@
 """Track the blocks that lack the drafter's KV, so that they are not stored.
 
 Near the drafter's maximum length, vLLM runs a pass without it. vLLM's prefix cache may give such
-blocks to other requests, so they are tracked until they are filled again; so are blocks computed
-after them, for which the drafter has read the missing KV. Scheduler's thread only.
+blocks to other requests. They are tracked until they are filled again, and so are later blocks,
+whose KV the drafter computed from them. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class DraftLimit(NamedTuple):
 
 
 def draft_limit(config: "VllmConfig") -> DraftLimit | None:
-    """None: no drafter. vLLM counts a pass's drafts, so they are subtracted."""
+    """None: no drafter. A pass's drafts are subtracted: vLLM counts them."""
     if not drafts(config):
         return None
     speculation = config.speculative_config

@@ -74,7 +74,6 @@ def make_describer(
 
 
 def publishes(config: "VllmConfig") -> bool:
-    """Whether vLLM publishes events itself."""
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 
@@ -299,7 +298,7 @@ class Announcer:
         self._thread.submit(self._announced.withdraw)
 
     def take(self) -> "list[KVCacheEvent]":
-        """Call the node if due, without waiting."""
+        """Never waits."""
         events: list[KVCacheEvent] = []
         if self._pending_events is not None and self._pending_events.done():
             events, self._pending_events = self._pending_events.result(), None

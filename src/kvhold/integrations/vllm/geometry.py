@@ -75,9 +75,7 @@ class Geometry:
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """Whether a hit may cover the prompt's last token, which is computed again: not with states
-        and windows.
-        """
+        """A hit may cover the prompt's last token, which is computed again: not with states and windows."""
         return all(part.group.attention == "full" for part in self.parts)
 
     def held_by(self, rank: int) -> range:
@@ -145,7 +143,7 @@ def drafts(config: "VllmConfig") -> bool:
 
 
 def looks_ahead(config: "VllmConfig") -> bool:
-    """Whether the drafter's KV of a token depends on the next one."""
+    """The drafter's KV of a token depends on the next one."""
     return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
 
 
@@ -155,7 +153,7 @@ def preferred_layout(settings: Config) -> str | None:
 
 
 def mixes_adapters(config: "VllmConfig") -> bool:
-    """Whether one request's adapter may be applied to others, as in vLLM's CPU build."""
+    """One request's adapter may be applied to others, as in vLLM's CPU build."""
     return config.lora_config is not None and current_platform.is_cpu()
 
 

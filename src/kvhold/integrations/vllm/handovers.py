@@ -31,9 +31,7 @@ _MOST_CAUSES = 20
 
 
 class HandedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The KV that a prefill engine has handed over.
-
-    namespace:  its digest
+    """namespace:  its digest
     num_tokens: at the beginning of the prompt
     last:       hash of the last whole chunk; empty: there is only a tail
     """
@@ -43,7 +41,7 @@ class HandedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
     last: Annotated[str, msgspec.Meta(max_length=2 * HASH_BYTES)] = ""
 
     def is_of(self, prompt: Prompt) -> bool:
-        """Whether a prompt of the same namespace begins with the same chunks."""
+        """A prompt of the same namespace begins with the same chunks."""
         whole = self.num_tokens // prompt.namespace.layout.tokens_per_chunk
         return whole <= prompt.num_whole and (
             not whole or prompt.hash_at(whole - 1).hex() == self.last
@@ -52,13 +50,11 @@ class HandedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class HandoverPart:
-    """An engine's part of a request.
-
-    produces:    another engine decodes
-    answers:     the end of the request names what was handed over
+    """produces:    another engine decodes
+    answers:     the request's end names the handed-over KV
     awaits:      another engine computes the prompt
     is_parallel: both got the request at the same time
-    handed:      what the other engine has named
+    handed:      the KV that the other engine has named
     """
 
     produces: bool = False
@@ -78,7 +74,7 @@ class Handovers:
         self._told: set[str] = set()
 
     def part_of(self, request: "Request") -> HandoverPart:
-        """Read the parameters. Wrong ones count as none."""
+        """Wrong parameters count as none."""
         try:
             return _read(request.kv_transfer_params)
         except ConfigError as error:
@@ -86,7 +82,7 @@ class Handovers:
             return WHOLE_REQUEST
 
     def wait_for(self, part: HandoverPart, prompt: Prompt) -> HandoverWait | None:
-        """Return how long a lookup waits for the prefill engine; None: not at all."""
+        """None: a lookup does not wait for the prefill engine."""
         if not part.awaits:
             return None
         handed, config = part.handed, self._config
@@ -110,7 +106,7 @@ class Handovers:
 
 
 def answer(part: HandoverPart, request_id: str, tracker: RequestTracker) -> dict[str, Any] | None:
-    """Return the parameters for the decode engine; None: nothing is handed over."""
+    """Parameters for the decode engine; None: nothing is handed over."""
     num_tokens = tracker.cached_tokens
     if not part.answers or not num_tokens:
         return None

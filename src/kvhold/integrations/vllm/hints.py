@@ -1,7 +1,6 @@
 """Carry out the hints of requests, and answer each (docs/hints.md).
 
-A hint arrives with its request and is carried out on the lookup thread, on the request's own
-prompt. `demote` waits for the request's end. Answers go back with the request's last output. A hint
+A hint is carried out on the lookup thread, on its request's own prompt. `demote` waits for the request's end. Answers go back with the request's last output. A hint
 never fails a request, nor delays its end.
 """
 
@@ -60,9 +59,7 @@ class _HintedRequest:
 
 
 class HintedRequests:
-    """Calls to the cache and to `_sessions` run on the lookup thread, all else on the
-    scheduler's.
-    """
+    """All but calls to the cache and to `_sessions` runs on the scheduler's thread."""
 
     def __init__(
         self, config: Config, cache: NodeClient, thread: ThreadPoolExecutor, tally: Tally
@@ -82,9 +79,7 @@ class HintedRequests:
     def arrived(
         self, request: "Request", naming: "Future[Prompt | None] | None", *, stores: bool
     ) -> None:
-        """naming: None: the request is not cached
-        stores: whether it may be stored
-        """
+        """naming: None: the request is not cached. stores: it may be stored"""
         read = read_hints(
             getattr(request, "kv_hints", None),
             request.kv_transfer_params,
@@ -105,7 +100,7 @@ class HintedRequests:
             self._requests[request.request_id] = hinted
 
     def finished(self, request: "Request") -> dict[str, Any]:
-        """Return the answers, as a part of the answer's `kv_transfer_params`."""
+        """The answers, for `kv_transfer_params`."""
         hinted = self._requests.pop(request.request_id, None)
         if hinted is None:
             return {}
@@ -232,7 +227,6 @@ class HintedRequests:
             log.debug("kvhold: prefetch: %s", error)
 
     def _follow_up(self, hinted: _HintedRequest, request: "Request") -> None:
-        """Begin the work that waits for the request's end."""
         is_complete = request.status in _COMPLETE
         is_turn = self._is_turn(hinted.read)
         demotes = is_complete and any(

@@ -50,9 +50,7 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str | None:
 
 @dataclass
 class _Pass:
-    """One pass's copies.
-
-    mark: the copies begin after it
+    """mark: the copies begin after it
     reached: layers with submitted copies
     asked: layers that the pass has waited for
     failed, damaged: blocks by request

@@ -78,7 +78,7 @@ class RequestLookups:
         self._adapters = adapters
         self._media = media
         self.handovers = Handovers(config.client)
-        self._late_announcements: dict[str, Holding] = {}  # by request
+        self._late_announcements: dict[str, Holding] = {}
         self._announcer = announcer
         self._descriptions = descriptions
         self._tally = tally
@@ -102,7 +102,7 @@ class RequestLookups:
             self.submit_name(request, RequestRules())
 
     def is_certain(self, request: "Request") -> bool:
-        """Whether vLLM has computed the request with the named content."""
+        """vLLM has computed the request with the named content."""
         adapter = request.lora_request
         return self._media.is_certain(request) and (
             adapter is None
@@ -115,7 +115,7 @@ class RequestLookups:
             self._thread.submit(self.costs.prepare)
 
     def would_load(self, request_state: RequestState, computed_tokens: int) -> bool:
-        """Whether a load is allowed, and faster than computing. A single block is computed."""
+        """A load is allowed, and faster than computing. A single block is computed."""
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
         return self._loads_for(request_state) and (
             not computed_tokens or request_state.request.num_tokens - computed_tokens > least_block
@@ -460,7 +460,6 @@ class RequestLookups:
             self._thread.submit(announcement.close)
 
     def withdraw_late(self, request_id: str) -> None:
-        """End the announcement of a prompt that was stored late."""
         if (announcement := self._late_announcements.pop(request_id, None)) is not None:
             self._thread.submit(announcement.close)
 

@@ -25,7 +25,7 @@ _IN_SHARED_MEMORY = {"address", "signature"}
 
 
 class MediaError(Exception):
-    """The text gives the reason."""
+    ...
 
 
 class Media:
@@ -46,7 +46,7 @@ class Media:
                 self._announced.update(_key(feature) for feature in request.mm_features)
 
     def is_certain(self, request: "Request") -> bool:
-        """Whether each identifier stands for one content, also in waiting requests."""
+        """Each identifier stands for one content, also in waiting requests."""
         with self._lock:
             return all(
                 not self._announced[key] and self._known.get(key, _SEVERAL) != _SEVERAL

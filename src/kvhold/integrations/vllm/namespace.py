@@ -33,7 +33,7 @@ _NO_MEDIA = "its images, video or audio cannot be identified"
 def namespace_of(
     config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry, settings: Config
 ) -> Namespace:
-    """Return a namespace that only engines with equal KV share.
+    """Only engines with equal KV share it.
 
     Raises LayoutError: unidentified weights, code or settings.
     """
@@ -58,7 +58,7 @@ def namespace_of(
 
 
 def host_facts(config: "VllmConfig", settings: Config) -> tuple[tuple[str, str], ...]:
-    """Facts of this host that the KV depends on. Raises LayoutError."""
+    """Raises LayoutError."""
     model, facts = config.model_config, _model_facts(config, settings)
     if not settings.model_id:
         facts["weights"] = model_identity(
@@ -118,10 +118,7 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRu
 def prompt_of(
     namespace: Namespace, request: "Request", rules: RequestRules, adapters: Adapters, media: Media
 ) -> Prompt | str:
-    """Return the named prompt, or why its KV cannot be named.
-
-    Call it for every request, in the order of arrival.
-    """
+    """The prompt, or why its KV cannot be named. Call it for every request, in the order of arrival."""
     inserts = _inserts_of(request, media)
     lora = ""
     if request.lora_request is not None:

@@ -139,10 +139,7 @@ class SchedulerSide:
         return self._cache.path
 
     def use_hosts(self, places: Mapping[tuple[int, int], NodePlace]) -> None:
-        """places: by (stage, rank)
-
-        Raises LayoutError, ConfigError.
-        """
+        """places: by (stage, rank). Raises LayoutError, ConfigError."""
         hosts = hosts_of(place_of(self.socket), places, self._geometry)
         if all(host.is_own for host in hosts):
             return
@@ -218,9 +215,7 @@ class SchedulerSide:
             self.hints.arrived(request, None, stores=False)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens to load after `computed_tokens` (None: ask again), and whether the load
-        runs outside the passes.
-        """
+        """The tokens to load after `computed_tokens` (None: ask again), and whether outside the passes."""
         request_state = self._request_states.get(request.request_id)
         if request_state is None:
             return 0, False
@@ -238,7 +233,7 @@ class SchedulerSide:
                 stores=self._stores_for(request_state),
             )
         if not self.lookups.would_load(request_state, computed_tokens):
-            # with the answer, the first pass stores what the other engine awaits
+            # with the answer, the first pass stores the KV that the other engine awaits
             if request_state.part.produces and request_state.lookup is not None:
                 self.lookups.resolve(request_state, self.lookups.patience_s)
             return 0, False
@@ -329,9 +324,7 @@ class SchedulerSide:
     def finished(
         self, request: "Request", tables: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget an ended request.
-
-        True: keep its blocks until its last tokens are stored. The second value is for the engine
+        """True: keep the blocks until the last tokens are stored. The second value is for the engine
         that decodes, or None.
         """
         request_state = self._request_states.pop(request.request_id, None)
@@ -350,7 +343,7 @@ class SchedulerSide:
         return keeps_blocks, answer(request_state.part, request.request_id, tracker)
 
     def stored(self, request_ids: Iterable[str]) -> None:
-        """Note that the last chunks of ended requests are being copied."""
+        """The last chunks of ended requests are being copied."""
         for request_id in request_ids:
             self.lookups.withdraw_late(request_id)
 
@@ -443,7 +436,7 @@ class SchedulerSide:
 
     @property
     def _block(self) -> int:
-        """Tokens in a block, or in a chunk without tails."""
+        """Tokens of a block, or of a chunk without tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
     def _run(

@@ -36,7 +36,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class Superseded:
-    """Chunks and retains that only an older turn needs.
+    """Needed only by an older turn.
 
     query, first_chunk: its chunks from this one on, and its tails
     """
@@ -61,7 +61,7 @@ class Sessions:
         return len(self._turns)
 
     def begin(self, session_id: str, query: Query) -> tuple[SessionTurn, Superseded | None]:
-        """Add a turn. None: it continues no other."""
+        """None: it continues no other turn."""
         turns = self._turns.setdefault((query.namespace, session_id), [])
         self._turns.move_to_end((query.namespace, session_id))
         superseded = None
@@ -79,19 +79,19 @@ class Sessions:
         return turn, superseded
 
     def extend(self, session_id: str, turn: SessionTurn, query: Query) -> None:
-        """Add generated tokens to a turn, if it is still known."""
+        """If the turn is still known."""
         if turn in self._turns.get((query.namespace, session_id), ()):
             self._num_chunks -= turn.num_chunks
             turn.query = query
             self._num_chunks += turn.num_chunks
 
     def latest(self, session_id: str, namespace: bytes) -> list[Query]:
-        """Return the latest turn of each branch, the newest first."""
+        """The latest turn of each branch, the newest first."""
         turns = self._turns.get((namespace, session_id), [])
         return [turn.query for turn in reversed(turns)]
 
     def end(self, session_id: str, namespace: bytes) -> list[RetainedPrompt]:
-        """Forget a session, and return its retains."""
+        """Return its retains."""
         turns = self._turns.pop((namespace, session_id), [])
         self._num_chunks -= sum(turn.num_chunks for turn in turns)
         return [retained for turn in turns for retained in turn.retains]
@@ -110,7 +110,7 @@ class Sessions:
 
 
 def _by_shared_chunks(turns: list[SessionTurn], query: Query) -> Iterator[tuple[SessionTurn, int]]:
-    """The turn that shares most comes first; of several alike, the newest."""
+    """The most shared first; of several alike, the newest."""
     hashes = list(split_hashes(query.hashes))
     found = [(turn, _num_shared(turn, hashes)) for turn in reversed(turns)]
     yield from sorted(found, key=lambda one: -one[1])
@@ -122,7 +122,6 @@ def _num_shared(turn: SessionTurn, hashes: list[bytes]) -> int:
 
 
 def _without_tails_of(query: Query, older: SessionTurn) -> Query:
-    """The older turn's query, without tails that the newer turn has, too."""
     mine = set(split_hashes(query.tail_hashes))
     tails = zip(older.query.tail_lengths, split_hashes(older.query.tail_hashes), strict=True)
     left = [(length, name) for length, name in tails if name not in mine]

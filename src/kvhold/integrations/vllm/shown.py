@@ -1,4 +1,4 @@
-"""What real vLLM engines did on a GPU, with all loaded bytes and all tokens equal (docs/gpu.md).
+"""The set-ups that real vLLM engines ran on a GPU, with all loaded bytes and tokens equal (docs/gpu.md).
 
 Anything else on a GPU needs `allow_unproven`.
 """
@@ -44,7 +44,7 @@ def capability() -> tuple[int, int] | None:
 
 
 def not_shown(config: "VllmConfig", specs: Sequence[Any], settings: Config) -> list[str]:
-    """What has not been shown, of a set-up on a GPU; empty on CPUs."""
+    """The unproven parts of a set-up on a GPU; empty on CPUs."""
     device = device_of_kv()
     return [] if device is None else list(_not_shown(device, config, specs, settings))
 

@@ -1,5 +1,3 @@
-"""Count the connector's work, for vLLM's log and for Prometheus."""
-
 import threading
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,3 @@
-"""The scheduler's commands to the workers for one step."""
-
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -12,9 +10,7 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 @dataclass(frozen=True)
 class Load:
-    """Load a hit into blocks, during other passes or inside this step's pass.
-
-    tickets: by rank, if the workers are on several hosts; empty: all use `ticket`
+    """tickets: by rank, if the workers are on several hosts; empty: all use `ticket`
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
     inside: the step's pass waits for each layer
     patience_s: for the claim; None: a call's usual deadline

@@ -1,5 +1,3 @@
-"""Stores in progress: chunks are reserved, copied and committed."""
-
 import logging
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -34,9 +32,7 @@ class Reserving:
 
 @dataclass
 class Reading:
-    """Submitted copies of one shard.
-
-    is_whole: they cover all granted chunks
+    """is_whole: they cover all granted chunks
     is_lost: the device failed and may still write
     nbytes: of the granted chunks
     """

@@ -5,7 +5,7 @@
             kvhold.arrival: while the hit may still grow
         kvhold.load, kvhold.store: in the workers, by `RequestTrace.context`
 
-Only the scheduler's thread calls, if nothing else is said. Nothing here raises.
+Scheduler's thread, if nothing else is said. Nothing here raises.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,6 @@ class RequestTrace:
         self._end_lookup(self._found())
 
     def drop_lookup(self) -> None:
-        """The request does not wait for the hit any more."""
         self._end_lookup({"kvhold.reason": "given_up"})
 
     def end(self, *, status: str) -> None:

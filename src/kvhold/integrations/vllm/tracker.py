@@ -64,7 +64,7 @@ class RequestTracker:
         self.num_scheduled_tokens += scheduled_tokens
 
     def take(self, token_ids: Sequence[int] = ()) -> ChunkNames | None:
-        """Return chunks completed by the last step; None: none.
+        """None: the last step completed no chunks.
 
         Gather them after that step's pass and before the request's next one.
         """
@@ -88,7 +88,7 @@ class RequestTracker:
         return self._taken(names, whole)
 
     def finish(self, token_ids: Sequence[int], num_blocks: int) -> ChunkNames | None:
-        """Return an ended request's remaining chunks; None: none.
+        """The remaining chunks of an ended request.
 
         Gather them after running passes and before the engine reuses the blocks.
 

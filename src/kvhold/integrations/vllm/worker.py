@@ -239,7 +239,7 @@ class WorkerSide:
             self._layerwise.wait(layer_name)
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention: copy the layer of completed chunks."""
+        """After a layer's attention."""
         if self._layerwise is None:
             return
         for one in self._reserved:
@@ -260,7 +260,7 @@ class WorkerSide:
                 one.layers.append(saving)
 
     def store(self, *, computed: bool = True) -> None:
-        """After the pass: copy and commit chunks, with one deadline for all.
+        """After the pass, with one deadline for all chunks.
 
         computed: False: the pass failed, and its stores are dropped
         """
@@ -459,7 +459,6 @@ class WorkerSide:
         return int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes
 
     def _load(self, load: Load, mark: Mark | None) -> None:
-        """Report the end even after errors."""
         began_s = time.monotonic()
         span: OpenSpan | None = None
         failed, damaged = blocks_of(load), list[int]()
@@ -537,7 +536,6 @@ class WorkerSide:
 
 
 def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """[chunks]: all blocks are present."""
     counts = -(-num_tokens // part.group.block_tokens)
     ends = np.cumsum(counts)
     there = np.array(ids, dtype=np.int64) >= 0

@@ -93,8 +93,8 @@ def proven_copier_for(
 
     shown_on_nvidia: the caller's copies were shown to be exact on an NVIDIA GPU
 
-    Raises DeviceError, and LayoutError for a device without streams, a failed check, or an unproven
-    device, unless `allow_unproven`.
+    Raises DeviceError, and LayoutError: no streams, a failed check, or an unproven device, unless
+    `allow_unproven`.
     """
     if device == "cpu":
         return copier_for(device, threads=threads, cache=cache)

@@ -58,7 +58,7 @@ def check_copies(copier: Copier, device: str) -> None:
 
 
 def takes_sums(driver: DeviceDriver, device: str) -> bool:
-    """Whether checksums by the device's kernel are those of the host."""
+    """The device's kernel gives the host's checksums."""
     if not device.startswith("cuda"):
         return False
     try:

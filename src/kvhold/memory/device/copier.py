@@ -201,7 +201,7 @@ class DeviceCopier:
     def _sum(
         self, ranges: Ranges | None, batch: Batch, after: DeviceEvent
     ) -> "tuple[DeviceEvent, _LateSums | None]":
-        """Return the event after which checksums are there, or the host may take them (None)."""
+        """After the event, checksums are there, or the host may take them (None)."""
         device = self._sums_on
         if (
             device is None

@@ -23,10 +23,10 @@ class Lane(Enum):
 
 class DeviceEvent(Protocol):
     def fired(self) -> bool:
-        """Whether the stream has reached this point."""
+        """The stream has reached this point."""
 
     def wait(self) -> None:
-        """Wait until the stream has reached this point."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,24 @@ class DeviceDriver(Stage, Protocol):
     """`copy` reaches all memory of the device, not only its rings."""
 
     def record(self) -> DeviceEvent:
-        """Record an event on the thread's current stream."""
+        """On the thread's current stream."""
 
     def hold(self, event: DeviceEvent) -> None:
-        """Make the thread's current stream wait for the event."""
+        """The thread's current stream waits for the event."""
 
     def launch(
         self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
     ) -> DeviceEvent:
-        """Call `work` on the lane's stream, after the events `after`. Return an event after it."""
+        """Call `work` on the lane's stream, after the events `after`. The event is after `work`."""
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> DeviceEvent:
-        """Copy to the host on `Lane.STORE`, else to the device."""
+        """To the host on `Lane.STORE`, else to the device."""
 
     def new_ring(self, nbytes: int) -> Tensor:
-        """Allocate device memory: uint8 [nbytes]."""
+        """Device memory: uint8 [nbytes]."""
 
     def pin(self, address: int, nbytes: int) -> None:
         """Register host memory. Raises DeviceRefused."""
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`. No copy of this memory may be running."""
+        """No copy of this memory may be running."""

@@ -70,7 +70,7 @@ class PinnedArena:
         return _address(buffer) in (_address(self.read_only), self.base)
 
     def is_steady(self, begin: int, end: int) -> bool:
-        """Whether these bytes are pinned, or cannot become pinned during a copy."""
+        """These bytes are pinned, or cannot become pinned during a copy."""
         if self.fault is not None or end <= self.pinned_bytes or self.is_settled:
             return True
         return not self.is_pinning and begin >= self.pinned_bytes
@@ -133,7 +133,7 @@ class PinnedArenas:
             return any(arena.has(buffer) for arena in self._arenas)
 
     def hold(self, buffer: Buffer) -> PinnedArena | None:
-        """Count a transfer, until `release`. None: no known arena."""
+        """Until `release`. None: no known arena."""
         with self._lock:
             for arena in reversed(self._arenas):
                 if arena.has(buffer) and not arena.is_left:
@@ -154,7 +154,7 @@ class PinnedArenas:
     def reaching(
         self, arena: PinnedArena | None, buffer: Buffer, begin: int, end: int
     ) -> Iterator[Reach]:
-        """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
+        """How the device reaches bytes `begin` to `end`, to submit a copy.
 
         Waits for a running pin; unpinned bytes stay so in the block. Raises DeviceError, and
         CapacityError if only a part is pinned, or if the arena is being unpinned.
@@ -202,7 +202,7 @@ class PinnedArenas:
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[Buffer]:
-        """Yield pinned zeros, uint8 [nbytes]. Transfers must end in the block."""
+        """Pinned zeros, uint8 [nbytes]. Transfers must end in the block."""
         buffer = np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)
         arena = PinnedArena(buffer, buffer)
         with self._lock:
@@ -216,7 +216,7 @@ class PinnedArenas:
             _unpin(self._driver, arena, self._slice_bytes)
 
     def close(self) -> None:
-        """Unpin all arenas, and wait. An arena with transfers stays pinned and mapped."""
+        """An arena with transfers stays pinned and mapped."""
         with self._lock:
             arenas = list(self._arenas)
             self._arenas.clear()

@@ -117,7 +117,7 @@ class TorchDriver:
         )
 
     def unpin(self, address: int) -> None:
-        """See `DeviceDriver`."""
+        ...
 
     def _copy(self, lane: Lane, copies: Copies) -> None:
         for host, device, nbytes in zip(

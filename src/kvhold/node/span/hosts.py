@@ -1,6 +1,4 @@
-"""The hosts of a spanning engine, as its scheduler asks them.
-
-`OwnHost` asks the scheduler's node, `OtherHost` a relay. A host that is away, or silent for a
+"""`OwnHost` asks the scheduler's node, `OtherHost` a relay. A host that is away, or silent for a
 call's deadline, counts as lost.
 """
 
@@ -48,7 +46,7 @@ class Host(Protocol):
     def look_up(
         self, query: Query, *, have_tokens: int, uses: Uses, deadline_s: float
     ) -> Callable[[], s.LookedUp]:
-        """Return the wait for the answer."""
+        """Call the result to wait for the answer."""
 
     def look_again(
         self, ticket: int, *, settle: bool, deadline_s: float
@@ -57,7 +55,7 @@ class Host(Protocol):
     def let_go(self, ticket: int) -> None: ...
 
     def repeat_clear(self, namespace: bytes, at_ns: int, *, deadline_s: float) -> bool:
-        """Return whether it has cleared the namespace since."""
+        """False: not cleared."""
 
 
 class OwnHost:

@@ -24,9 +24,7 @@ _MOST_ROUNDS = 4  # of asking again
 
 
 class SpanHit(Hit):
-    """A hit that all hosts have.
-
-    tickets: by host, to claim the hit there; empty: a miss
+    """tickets: by host, to claim the hit there; empty: a miss
     """
 
     def __init__(self, lookup: "_Lookup") -> None:

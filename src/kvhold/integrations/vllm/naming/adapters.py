@@ -125,7 +125,7 @@ class Adapters:
         return _SEVERAL not in (of_path, of_name)
 
     def _check_age(self, adapter: Any) -> bool:
-        """Whether this engine may have loaded an earlier content.
+        """True: this engine may have loaded an earlier content.
 
         Raises LayoutError if so and the workers do not see vLLM's loads.
         """
@@ -161,7 +161,7 @@ class Adapters:
 
 
 def has_settled(path: str) -> bool:
-    """Whether later changes will change the files' time."""
+    """Later changes will change the files' time."""
     return last_change(path) < time.time_ns() - MARGIN_NS
 
 
@@ -177,7 +177,7 @@ def stamp_of(path: str) -> Stamp:
 
 
 def last_change(path: str) -> int:
-    """The time is in ns since 1970. Folder and links count, because a moved file keeps its time."""
+    """ns since 1970. Folder and links count, because a moved file keeps its time."""
     places = adapter_places(path)
     times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]
     return max([*times, *(made for file in places for made in _times_of_links(file.absolute()))])

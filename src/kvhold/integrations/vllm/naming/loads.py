@@ -39,7 +39,7 @@ class AdapterLoads:
         self._digests: dict[tuple[str, Stamp], str] = {}
 
     def match(self, use: AdapterUse) -> bool:
-        """Whether vLLM computes with the named content, or will after a load."""
+        """vLLM computes with the named content, or will after a load."""
         with self._lock:
             if use.number in self._mixed or len(self._last) >= _MOST_LOADS:
                 return False

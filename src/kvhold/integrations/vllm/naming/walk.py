@@ -50,7 +50,7 @@ A name that ends in a dot stands for all facts that begin with it.
 
 
 def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Facts:
-    """Raises LayoutError: a value cannot be named; ConfigError: an unknown `share`."""
+    """Raises LayoutError: a value cannot be named; ConfigError: unknown `share`."""
     left_out = shared_names(settings)
     found: dict[str, str] = {}
     rules = _rules(left_out, per_shard=settings.head_shards > 0)
