@@ -1,1 +1,1 @@
-"""Tiers: the places where chunks live. `base.py` has the contract, `policies/` the eviction."""
+"""`base.py` has the contract, `policies/` the eviction."""

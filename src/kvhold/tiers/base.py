@@ -3,12 +3,12 @@
 Called from one event loop. Calls may overlap. Item i of an answer belongs to key i.
 
 A missing value is `None`. A fault of one item is a TierError in its place; one of the whole place
-(dead, unreachable, forbidden) raises TierError. Lists of unequal lengths raise ValueError before
-any I/O. No other exception may escape.
+raises TierError. Lists of unequal lengths raise ValueError before any I/O. No other exception may
+escape.
 
 **Memory.** A call, also a cancelled one, ends only when it no longer uses the caller's buffers
-(`in_thread`). A tier connects at its first call, and again after a lost connection. `guard.py` has
-the breaker, the time-outs and the retries.
+(`in_thread`). A tier connects at its first call, and again after a lost connection. Breaker,
+time-outs and retries are in `guard.py`.
 """
 
 import asyncio
@@ -31,14 +31,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TierTraits:
-    """The capabilities of a tier.
-
-    durable: an acknowledged put survives the death of this process, also by `kill -9`
+    """durable: an acknowledged put survives the death of this process, also by `kill -9`
     shared: others may read, write and delete the same values
     expires: removes values when their `ttl_s` has passed
     replaces: has `Replaces.replace`
     read_only: the cache writes nothing to it
-    lost: why a value is missing that a probe has found
+    lost: why a probed value is missing later
     batch_bytes: best size of one call
     """
 
@@ -60,13 +58,12 @@ class Tier(Protocol):
         """Of a wrapper: those of the wrapped tier."""
 
     async def check(self) -> None:
-        """Make one cheap round trip. Raises a TierError that names the fault and the place."""
+        """One cheap round trip. Raises a TierError that names the fault and the place."""
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
-        """Return the size in bytes of each value that is whole and readable now.
+        """The size in bytes of each value that is whole and readable now. No side effect.
 
-        `None`: no such value. A TierError: unknown, because a part of the place failed. No side
-        effect.
+        `None`: no such value. A TierError: unknown, because a part of the place failed.
         """
 
     async def get(
@@ -83,22 +80,22 @@ class Tier(Protocol):
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Store each value whole or not at all. Return `None` where it is stored, else the fault.
+        """Store each value whole or not at all. `None`: stored, else the fault (TierFull: no room).
 
-        TierFull: there is no room. A key that is already there keeps its value.
+        A key that is already there keeps its value.
 
-        ttl_s: remove the values after this time, if the tier can. None: as the tier's settings say;
+        ttl_s: remove the values after this time, if the tier can. None: by the tier's settings;
                infinity: never
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove values; true where one was removed.
+        """True where a value was removed.
 
         Raises TierIncomplete, after the other removals, if a part of the place failed.
         """
 
     def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Yield every key that begins with `prefix`, each once, in any order.
+        """Yield every key that begins with `prefix`, once, in any order.
 
         Raises TierIncomplete, after the other keys, if a part of the place failed, and
         TierCannotList if it can never list keys.
@@ -110,22 +107,20 @@ class Tier(Protocol):
 
 @runtime_checkable
 class Replaces(Protocol):
-    """A tier that can replace a value in one step."""
-
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace each stored value by a new one; true where a value was replaced.
+        """Replace each stored value in one step; true where a value was replaced.
 
-        False where no value is stored; none is created. A TierError: the old value stays (TierFull
-        if both do not fit), or the answer was lost and either value may be there.
+        False where none is stored; none is created. A TierError: the old value stays (TierFull if
+        both do not fit), or the answer was lost and either value may be there.
 
         A reader gets the old value or the new one, whole; in a durable tier also after a `kill -9`.
-        The new value keeps the remaining time to live. Of a repeated key, the first value counts.
+        The remaining time to live stays. Of a repeated key, the first value counts.
         """
 
 
 @runtime_checkable
 class HasFolders(Protocol):
-    """A tier whose folders may go away and come back, such as mounted disks."""
+    """Folders that may go away and come back, such as mounted disks."""
 
     def watch_folders(self, met: FolderMet) -> None:
         """Await `met(path, identity)` at each opening of a folder, before its values are used."""
@@ -133,7 +128,7 @@ class HasFolders(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from, and when (monotonic clock)."""
+    """When: by the monotonic clock."""
 
     place: str
     began_s: float
@@ -156,8 +151,6 @@ class TellsOrigins(Protocol):
 
 
 class ValueChanges:
-    """Tells one watcher of the values of a tier."""
-
     def __init__(self) -> None:
         self.tell: Callable[[bytes, int], None] = _tell_nobody
         """Called with each visible value, and its bytes; 0: it was removed. It must be quick."""
@@ -176,35 +169,33 @@ class TellsChanges(Protocol):
 
 @runtime_checkable
 class KeepsClears(Protocol):
-    """A shared tier that hides the values from before a clear by itself, and learns of clears."""
+    """A shared tier that itself hides values from before a clear, and learns of clears."""
 
     @property
     def numbers(self) -> dict[bytes, int]:
-        """This host's known clears: prefix -> number, kept for the next start."""
+        """Known clears, kept for the next start: prefix -> number."""
 
     def keep_clears(
         self, learned: Callable[[bytes], None], numbers: Mapping[bytes, int] | None
     ) -> None:
-        """Call this before any other call.
+        """Before any other call.
 
-        learned: called with each namespace that another host has cleared; b"" means all
+        learned: called with each namespace that another host has cleared; b"": all
         numbers: of the last run
         """
 
     def advance(self, prefix: bytes, asked_s: float | None = None) -> None:
-        """Begin a clear of this host. No older value is found from here on.
+        """Begin a clear of this host: no older value is found from here on.
 
-        asked_s: Unix time at which memory was cleared: later values may stay. None: now
+        asked_s: Unix time of the clear in memory: later values may stay. None: now
         """
 
     def announce(self, prefix: bytes) -> None:
-        """Tell other hosts that this host has nothing left from before its known clears."""
+        """This host has nothing left from before its known clears."""
 
 
 @runtime_checkable
 class FollowsPeers(Protocol):
-    """A tier that reads the chunks of other nodes."""
-
     def peers_status(self) -> FollowedPeersStatus:
         """Any thread."""
         ...
@@ -216,15 +207,15 @@ class Learns(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether the tier's settings ask for that."""
+        ...
 
     def learn_from(self, worths: Worths) -> None:
-        """Call this before any other call."""
+        """Before any other call."""
 
     def used(
         self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """Record a lookup's chunks, in the order of their eviction. Does no I/O.
+        """Record a lookup's chunks, in the order of their eviction. No I/O.
 
         prompt, value: see `Policy.used`
         at_s:          by the clock of `worths`
@@ -232,11 +223,11 @@ class Learns(Protocol):
         """
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Whether a chunk is worth at least as much as its first victim. Does no I/O."""
+        """The chunk is worth at least as much as its first victim. No I/O."""
 
 
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-    """Raises TierError for a tier that cannot replace values."""
+    """Raises TierError if the tier cannot."""
     if not tier.traits.replaces or not isinstance(tier, Replaces):
         raise TierError(
             tier.traits.name,
@@ -266,7 +257,7 @@ def size_of(parts: Parts) -> int:
 
 
 async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
-    """Run `work()` in a thread. If cancelled, wait until the thread has finished."""
+    """If cancelled, wait until the thread has finished."""
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)

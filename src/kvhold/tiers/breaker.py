@@ -1,6 +1,6 @@
-"""A circuit breaker: it opens after `failures` failures in a row.
+"""Opens after `failures` failures in a row. Success closes it; failure doubles the pause.
 
-`next_try_s`: when to try in the background. Success closes it; failure doubles the pause.
+`next_try_s`: when to try in the background.
 """
 
 _LONGEST_PAUSE_S = 30.0

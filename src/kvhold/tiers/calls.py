@@ -1,5 +1,3 @@
-"""One call of a tier by its guard: deadline, answer, and whether it still runs."""
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar

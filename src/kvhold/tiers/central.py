@@ -1,5 +1,3 @@
-"""The tier of a central cache."""
-
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass

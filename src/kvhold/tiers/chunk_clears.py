@@ -77,7 +77,7 @@ class ChunkClears:
         return self._guard.read_only or isinstance(self._guard.tier, KeepsClears)
 
     def begin(self, last_keys: Sequence[bytes]) -> int:
-        """Hide chunks. Return the argument of `remember` and `end`."""
+        """Hide chunks. The number is for `remember` and `end`."""
         self._num_clears += 1
         for key in last_keys:
             earlier = self._hidden.get(key[:NAME_BYTES])
@@ -87,7 +87,7 @@ class ChunkClears:
         return self._num_clears
 
     async def remember(self, number: int) -> None:
-        """With a journal, the clear is on the disk when this returns."""
+        """With a journal, the clear is then on the disk."""
         if len(self._hidden) > _MOST_CHUNKS:
             await self._clear_namespaces(number)
         async with self._journal_turn:
@@ -116,7 +116,6 @@ class ChunkClears:
             self._retry_later(0.0)
 
     async def begin_again(self, last_keys: Sequence[bytes]) -> None:
-        """Clear chunks whose folder is back."""
         number = self.begin([*last_keys, *(one.last_key for one in self._due())])
         await self.remember(number)
         await self.end(number)
@@ -149,7 +148,7 @@ class ChunkClears:
         return [hidden for hidden in self._hidden.values() if hidden.due_s is not None]
 
     async def _remove(self) -> None:
-        """Keep the chunks hidden after a fault, and while a late write may appear."""
+        """Chunks stay hidden after a fault, and while a late write may appear."""
         async with self._removing:
             due, guard = self._due(), self._guard
             sure = [
@@ -173,7 +172,7 @@ class ChunkClears:
             return False
         num_removed = sum(deleting.result)
         guard.count("delete", removed=num_removed, absent=len(keys) - num_removed)
-        # some stores keep what others read
+        # some stores keep values while others read them
         looking = TierCall[Sequence[int | TierError | None]](
             "probe", len(keys), guard.config.probe_timeout_s
         )
@@ -181,7 +180,7 @@ class ChunkClears:
         return looking.result is not None and not any(size is not None for size in looking.result)
 
     async def _forget(self, ended: Sequence[_Hidden]) -> None:
-        """A chunk that was hidden again meanwhile stays hidden."""
+        """A chunk that was hidden again stays hidden."""
         still = [one for one in ended if self._hidden.get(one.last_key[:NAME_BYTES]) is one]
         if self._journal is not None and still:
             await self._journal.remove_chunks(
@@ -221,7 +220,7 @@ class ChunkClears:
 
 
 def _later(one: bytes, other: bytes) -> bytes:
-    """Return the last key that includes both."""
+    """The last key that includes both."""
     first, second = split_key(one), split_key(other)
     suffix = place_suffix(max(first.group, second.group), max(first.shard, second.shard))
     return one[:NAME_BYTES] + suffix

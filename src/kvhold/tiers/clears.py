@@ -44,12 +44,12 @@ class Clears:
         self._asked_s: dict[bytes, dict[int, float]] = {}
 
     async def begin(self, prefix: bytes, asked_s: float | None = None) -> PendingClear:
-        """Suppress all values with this prefix. Return the argument of `end`.
+        """Suppress all values with this prefix. The result is for `end`.
 
         asked_s: see `KeepsClears.advance`
 
-        With a journal, the clear is on the disk when this returns. Too many pending clears of a
-        private tier become one of everything. A read-only tier stays suppressed.
+        With a journal, the clear is then on the disk. Too many pending clears of a private tier become
+        one of everything. A read-only tier stays suppressed.
         """
         if (
             not self._guard.traits.shared
@@ -70,12 +70,12 @@ class Clears:
         return pending_clear
 
     async def begin_again(self, pending_clear: PendingClear) -> None:
-        """Journal and end a clear whose values are back. An earlier clear may be ending now."""
+        """For a clear whose values are back. An earlier clear may be ending now."""
         await self._write_journal(pending_clear.prefix)
         await self.end(pending_clear)
 
     async def end(self, pending_clear: PendingClear) -> int:
-        """Remove the values of a pending clear. Return their number.
+        """Remove the values; return their number.
 
         Call this after the prefix's writes from before `begin`. A background task retries faults.
         """

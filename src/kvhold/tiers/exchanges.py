@@ -1,5 +1,3 @@
-"""Gets in batches from a central cache and from peers."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar

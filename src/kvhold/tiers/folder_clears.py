@@ -1,4 +1,4 @@
-"""Clears that a folder of a tier has missed, when the folder is back. Runs in the guard's loop."""
+"""Clears that a folder has missed, when it is back. Runs in the guard's loop."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -21,7 +21,6 @@ class FolderClears:
         self._is_closing = False
 
     async def meet(self, path: str, identity: str) -> None:
-        """See `HasFolders.watch_folders`."""
         missed = await self._journal.meet(self._guard.place, path, identity)
         if self._is_closing:
             return

@@ -157,7 +157,7 @@ class SharedFilesTier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Raises TierIncomplete if a file could not be removed."""
+        """Raises TierIncomplete: a file could not be removed."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(
@@ -179,9 +179,7 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """The keys must fit in memory. Raises TierIncomplete at the end if a folder cannot be
-        listed.
-        """
+        """The keys must fit in memory. Raises TierIncomplete at the end: a folder cannot be listed."""
         async with self._opener.use() as tree:
             shards = (
                 [shard_of(prefix)]

@@ -1,4 +1,4 @@
-"""Limit the calls of a tier: at most `width` at once, the most urgent waiting call first.
+"""At most `width` calls of a tier at once, the most urgent waiting one first.
 
 Writes never take the last turn.
 """

@@ -62,7 +62,7 @@ class GenerationTier:
         may_hold: Callable[[bytes], bool] = lambda space: True,
         holds: Callable[[bytes], bool] = lambda space: False,
     ) -> None:
-        """learned: called with each namespace that another host has cleared; b"" means all
+        """learned: called with each namespace that another host has cleared; b"": all
         numbers: namespace -> generation of this host's chunks, from a journal
         may_hold: false: do not call `learned` at the first contact with a namespace
         holds: memory has chunks of the namespace, so do not forget it
@@ -134,7 +134,7 @@ class GenerationTier:
         return await self.replace_named([(self.name_of(key), parts) for key, parts in items])
 
     async def replace_named(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace values under their names at the time of the read.
+        """Under their names at the time of the read.
 
         Raises TierError if the tier below cannot.
         """
@@ -192,8 +192,8 @@ class GenerationTier:
     async def advance(self, prefix: bytes) -> bytes:
         """Begin the next generation of a namespace; an empty prefix means all.
 
-        Returns the name prefix of the old values. Raises TierError if the tier keeps no marker, or
-        other hosts were always first.
+        Returns the name prefix of the old values. Raises TierError: the tier keeps no marker, or other
+        hosts were always first.
         """
         space = prefix or ALL
         self.use(space)

@@ -1,7 +1,7 @@
-"""Guard one tier with deadlines, fault counters and a circuit breaker. A fault is a miss.
+"""Guard one tier with deadlines, fault counters and a breaker. A fault is a miss.
 
-While the breaker is open, calls return misses at once; a background task tries `check`. A late call
-is cancelled, but not awaited. One event loop.
+While the breaker is open, calls are misses; a background task tries `check`. A late call is
+cancelled, but not awaited. One event loop.
 """
 
 import asyncio
@@ -122,9 +122,7 @@ class Guard:
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
     ) -> list[int | None]:
-        """Return the size of each value.
-
-        silent:  receives the tier's name if it failed for a key
+        """silent:  receives the tier's name if it failed for a key
         unknown: receives the reasons of failures
         """
         call = TierCall[Sequence[int | TierError | None]](
@@ -396,9 +394,8 @@ class Guard:
     async def run(
         self, call: TierCall[Result], work: Callable[[], Awaitable[Result]]
     ) -> TierError | None:
-        """Return the fault, or None.
-
-        A retryable fault is retried once within the deadline, except in a put or a replace.
+        """Return the fault. A retryable one is retried once within the deadline, except in a put or a
+        replace.
         """
         if not self.available:
             fault: TierError = TierUnavailable(
@@ -427,7 +424,7 @@ class Guard:
         return await self._attempt(call, work)
 
     async def writes_ended(self) -> None:
-        """Wait for the writes that run now. Late ones are excepted: see `has_late_writes`."""
+        """The writes that run now, but no late ones (`has_late_writes`)."""
         if self._writing:
             await asyncio.wait(list(self._writing))
 

@@ -1,4 +1,4 @@
-"""The InfiniStore tier: values in an InfiniStore server's memory, over RDMA.
+"""Values in an InfiniStore server's memory, over RDMA.
 
 The client is infinistore 0.2.35. Not tested on RDMA hardware. The server has no authentication.
 """

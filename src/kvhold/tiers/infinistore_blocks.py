@@ -3,8 +3,8 @@
 The store knows no sizes, overwrites blocks, and evicts single ones. So a put has equal blocks under
 new names, and a *head*: a small block under the key's name, written last.
 
-A slot of memory belongs to its operation until the end. One event loop; one thread blocks; a client
-thread reports completions.
+A slot of memory belongs to its operation until the end. One event loop; one thread blocks; a
+client thread reports completions.
 """
 
 import asyncio
@@ -71,9 +71,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The sizes of blocks and slots.
-
-    slot_bytes: of one request, a multiple of `block_bytes`
+    """slot_bytes: of one request, a multiple of `block_bytes`
     """
 
     root: str

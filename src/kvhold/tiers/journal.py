@@ -38,7 +38,7 @@ _DIGITS = (0, 2 * NAMESPACE_BYTES, 2 * KEY_BYTES)  # of a cleared prefix
 
 
 class ClearsJournal:
-    """The journal. Await `add`, `remove` and `reach` from one loop."""
+    """Await `add`, `remove` and `reach` from one loop."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
         """Raises ConfigError if the file cannot be read or belongs to another user."""
@@ -118,22 +118,20 @@ class ClearsJournal:
         return [prefix for prefix in self._pending.get(tier, ()) if len(prefix) == KEY_BYTES]
 
     async def add(self, tier: str, prefix: bytes) -> None:
-        """The clear is on the disk when this returns. A fault is only logged."""
+        """Then the clear is on the disk. A fault is only logged."""
         await asyncio.to_thread(self._change, tier, [prefix], pending=True)
 
     async def add_chunks(self, tier: str, last_keys: Sequence[bytes]) -> None:
-        """As `add`."""
         await asyncio.to_thread(self._change, tier, last_keys, pending=True)
 
     async def remove_chunks(self, tier: str, last_keys: Sequence[bytes]) -> None:
-        """As `remove`."""
         await asyncio.to_thread(self._change, tier, last_keys, pending=False)
 
     def reached(self, tier: str) -> dict[bytes, int]:
         return dict(self._reached.get(tier, {}))
 
     async def reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
-        """Store the generations of this host's chunks: tier -> namespace -> number.
+        """The generations of this host's chunks: tier -> namespace -> number.
 
         Call it after `add`: pending clears must cover older generations.
         """
@@ -174,7 +172,7 @@ class ClearsJournal:
         return places + pending + reached + folders
 
     async def meet(self, tier: str, path: str, identity: str) -> list[bytes]:
-        """Return the missed clears of the folder at a path, pending again."""
+        """The missed clears of the folder at a path, pending again."""
         return await asyncio.to_thread(self._meet, tier, path, identity)
 
     async def remove(self, tier: str, prefix: bytes) -> None:
@@ -237,7 +235,7 @@ class ClearsJournal:
             prefixes[prefix] = None
 
     async def close(self, timeout_s: float) -> None:
-        """Write nothing more: the next node may use the file. Wait for running writes."""
+        """Then nothing is written: the next node may use the file."""
         closing = asyncio.ensure_future(asyncio.to_thread(self._close))
         await asyncio.wait((closing,), timeout=timeout_s)
         self._is_closed = True

@@ -273,9 +273,7 @@ class _Call(_Exchange):
 
 
 class _Look(_Exchange):
-    """Looks at a value.
-
-    left_s:  the remaining time to live; None: for ever
+    """left_s:  the remaining time to live; None: for ever
     version: for `cas`
     """
 

@@ -1,4 +1,4 @@
-"""How much memory chunks may take: all of them, and those of one namespace. 0: no limit."""
+"""Limits of chunks' memory. 0: no limit."""
 
 from dataclasses import dataclass, field
 

@@ -23,7 +23,7 @@ class NullTier:
         return cls()
 
     async def check(self) -> None:
-        """Nothing can fail."""
+        ...
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         return [None] * len(keys)
@@ -48,4 +48,4 @@ class NullTier:
             yield key
 
     async def close(self) -> None:
-        """Nothing to release."""
+        ...

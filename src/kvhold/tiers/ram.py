@@ -32,9 +32,7 @@ _TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
 
 @dataclass(slots=True)
 class Wanted:
-    """A chunk to reserve memory for.
-
-    parent: key of the prompt's previous chunk, of the same group and shard
+    """parent: key of the prompt's previous chunk, of the same group and shard
     """
 
     key: bytes
@@ -43,9 +41,7 @@ class Wanted:
 
 
 class Entry:
-    """A chunk in the arena.
-
-    expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
+    """expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
     checksums:  of the layers; empty for frames
     epoch:      number of clears before the entry
     """
@@ -220,8 +216,8 @@ class RamTier:
     ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
-        Without room, returns None and reserves nothing; `refusal` says why. Replaces visible
-        entries. No key may be being written.
+        None: no room, and nothing is reserved; `refusal` says why. Replaces visible entries. No key
+        may be being written.
 
         if_worth:  the policy may decline, if the chunks to evict are worth more
         numa_node: of the writer
@@ -291,7 +287,7 @@ class RamTier:
         self.pin_all((entry,))
 
     def pin_all(self, entries: Sequence[Entry]) -> None:
-        """Keep entries in place until `unpin_all`. They count as used, in this order."""
+        """In place until `unpin_all`. They count as used, in this order."""
         self.hold_all(entries)
         self.touch_all(entries)
 
@@ -351,7 +347,7 @@ class RamTier:
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
     def clear(self, prefix: bytes) -> int:
-        """Clear a namespace; an empty prefix means all. Return the entries' number.
+        """A namespace; an empty prefix means all. Returns the entries' number.
 
         `sweep` frees their memory.
         """
@@ -382,14 +378,14 @@ class RamTier:
         self._sweeping = False
 
     def remove_key(self, key: bytes) -> bool:
-        """Remove a visible or reserved entry; false: there is none."""
+        """Visible or reserved; false: there is none."""
         if not self.holds(key):
             return False
         self.remove(self._entries[key])
         return True
 
     def evict(self, entry: Entry) -> bool:
-        """Evict a visible entry; false: it is in use, or no longer there."""
+        """Visible; false: it is in use, or no longer there."""
         if self.find(entry.key) is not entry or self._is_kept(entry.key):
             return False
         self._metrics.add("kvhold_evicted_chunks", tier="ram")
@@ -398,11 +394,11 @@ class RamTier:
         return True
 
     def note_clear(self) -> None:
-        """Make running lookups begin again: entries were cleared one by one."""
+        """Running lookups begin again: entries were cleared one by one."""
         self._epoch += 1
 
     async def check(self) -> None:
-        """Tier contract."""
+        ...
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         return [entry.nbytes if (entry := self.find(key)) else None for key in keys]

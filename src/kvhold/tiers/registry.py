@@ -126,9 +126,9 @@ def tier_schemes() -> tuple[str, ...]:
 def tier_options(scheme: str) -> list[tuple[str, object, str]]:
     """`(name, default, help)` of each option of one of kvhold's own tiers.
 
-    scheme: "" for the options that all tiers share
+    scheme: "": the options that all tiers share
 
-    Raises ConfigError if the scheme is unknown or a package is missing.
+    Raises ConfigError: unknown, or a package is missing.
     """
     if not scheme:
         return [

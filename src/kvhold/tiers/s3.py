@@ -322,7 +322,7 @@ class S3Tier:
 
 @asynccontextmanager
 async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[memoryview]]:
-    """Lend memory to obstore, in pieces of `piece_bytes`; None: whole parts.
+    """In pieces of `piece_bytes`; None: whole parts.
 
     On exit, wait for obstore's threads: releasing an exported view raises BufferError.
     """

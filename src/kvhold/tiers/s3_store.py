@@ -1,5 +1,3 @@
-"""The settings of the S3 tier, and its obstore client."""
-
 import re
 from dataclasses import dataclass
 from datetime import timedelta
@@ -160,7 +158,7 @@ def _split(endpoint: str) -> SplitResult:
 
 
 def _is_unsigned(config: S3Config) -> bool:
-    """Whether to leave out the body. "auto" saves its SHA-256 with TLS and on loopback."""
+    """Leave out the body. "auto" saves its SHA-256 with TLS and on loopback."""
     if config.unsigned_payload != "auto":
         return config.unsigned_payload == "true"
     return (

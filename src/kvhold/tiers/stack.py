@@ -1,4 +1,4 @@
-"""The tiers below RAM, in order, each behind its guard, so no fault is raised."""
+"""The tiers below RAM, in order, each behind its guard: no fault is raised."""
 
 import asyncio
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Stack:
     async def begin_clear(
         self, prefix: bytes, *, shared: bool = True, asked_s: float | None = None
     ) -> list[tuple[Guard, PendingClear]]:
-        """Suppress the chunks of a clear, and journal it. Return the argument of `end_clear`.
+        """Suppress the chunks, and journal the clear. The result is for `end_clear`.
 
         asked_s: see `KeepsClears.advance`
         """

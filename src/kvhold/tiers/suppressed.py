@@ -77,7 +77,7 @@ class Suppressed:
         return self._began_s.get(prefix, 0.0)
 
     def settle(self, prefix: bytes, number: int) -> None:
-        """End a pending clear: its values are removed."""
+        """Its values are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
         if self._due.get(prefix, 0) <= number:
@@ -96,7 +96,6 @@ class Suppressed:
         self._unreadable.pop(key, None)
 
     def mended(self) -> None:
-        """Try all keys again."""
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:

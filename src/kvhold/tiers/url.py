@@ -1,4 +1,4 @@
-"""A tier's address and settings in one line: `redis://user:secret@host:6379/0?ttl_s=3600`.
+"""`redis://user:secret@host:6379/0?ttl_s=3600`: a tier's address and settings in one line.
 
 A password or an option may be a reference, such as `${env:REDIS_PASSWORD}`.
 """
@@ -41,7 +41,7 @@ class TierUrl:
 
     @property
     def has_secret(self) -> bool:
-        """A password or token; a reference is not a secret."""
+        """A reference is not a secret."""
         user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
         named = [
             password if colon else user,
@@ -66,10 +66,7 @@ class TierUrl:
         return f"{self.scheme}://{shown}{at}{hosts}{self.path}{'?' if pairs else ''}{pairs}"
 
     def apply(self, config: Settings) -> Settings:
-        """Return `config` with the options set.
-
-        Raises ConfigError, which names the line, the option and the nearest valid one.
-        """
+        """Raises ConfigError, which names the line, the option and the nearest valid one."""
         return apply(
             config,
             {k: resolve(v, where=self.shown) for k, v in self.options.items()},
@@ -91,7 +88,7 @@ class TierUrl:
 
 
 def parse_url(text: str) -> TierUrl:
-    """Parse a tier's URL. Raises ConfigError, which shows no secret."""
+    """Raises ConfigError, which shows no secret."""
     text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)
     if not _SCHEME.match(text):
         raise ConfigError(

@@ -55,7 +55,7 @@ class Host(Protocol):
     def let_go(self, ticket: int) -> None: ...
 
     def repeat_clear(self, namespace: bytes, at_ns: int, *, deadline_s: float) -> bool:
-        """False: not cleared."""
+        """True: it has cleared the namespace since."""
 
 
 class OwnHost:

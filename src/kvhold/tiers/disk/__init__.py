@@ -1,4 +1,4 @@
-"""The disk tier: `tier.py` spreads keys over disks; `store.py` is one disk."""
+"""`tier.py` spreads keys over disks; `store.py` is one disk."""
 
 from kvhold.tiers.disk.tier import DiskConfig, DiskTier
 

@@ -46,7 +46,7 @@ class FoundValue:
 
 
 class FileLeft(OSError):
-    """A write failed, and its file could not be removed."""
+    ...
 
 
 class Folder:
@@ -55,7 +55,7 @@ class Folder:
         self.identity = identity
         self._tree = tree
         self._lock = lock
-        self._removals: dict[str, int] = {}  # subfolder -> removals that a power cut may undo
+        self._removals: dict[str, int] = {}  # subfolder -> removals a power cut may undo
         self._counting = Lock()
         self.block_bytes = tree.state().f_frsize
 
@@ -83,7 +83,7 @@ class Folder:
         self._tree.try_to_write()
 
     def batches(self) -> Iterator[list[FoundValue]]:
-        """Yield a batch per subfolder. Removes temporary and torn files."""
+        """A batch per subfolder. Removes temporary and torn files."""
         for name in self._tree.names(NEW):
             if writer_of(name) is not None:
                 self.remove(f"{NEW}/{name}")
@@ -95,7 +95,7 @@ class Folder:
     def write(
         self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None
     ) -> int:
-        """Write the whole file or nothing. Return its occupied bytes.
+        """The whole file or nothing. Return its occupied bytes.
 
         Raises OSError; FileLeft if the file may exist.
 

@@ -22,9 +22,7 @@ _IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
 class DiskEntry:
-    """An indexed file. Readers share one object. `occupied_bytes` is an estimate until the
-    commit.
-    """
+    """Readers share one object. `occupied_bytes` is an estimate until the commit."""
 
     __slots__ = ("key", "leaving", "nbytes", "occupied_bytes", "readers", "removed", "written_ns")
 
@@ -118,9 +116,9 @@ class Index:
         own: Container[str] = (),
         writing: Container[bytes] = (),
     ) -> list[str]:
-        """Return the names of files that a newer one replaces.
+        """The names of files that a newer one replaces.
 
-        own:     names of files written during the listing: the newest of their key
+        own:     files written during the listing: the newest of their key
         writing: keys whose new file is being written
         """
         older: list[str] = []
@@ -152,7 +150,7 @@ class Index:
     def reserve(
         self, key: bytes, written_ns: int, nbytes: int, *, beside: DiskEntry | None = None
     ) -> PlannedFile | None:
-        """Take the victims, too. Without room, return None, take nothing.
+        """Take the victims, too. None: no room, nothing is taken.
 
         beside: the entry to replace, which must be held or read
         """
@@ -172,7 +170,7 @@ class Index:
         return self._occupied_bytes(nbytes) <= left or self._learned.admits(key)
 
     def evict(self, nbytes: int) -> list[DiskEntry] | None:
-        """Take at least `nbytes`, or return None and take none."""
+        """At least `nbytes`. None: none is taken."""
         if nbytes <= 0:
             return []
         victims = self._victims(nbytes)
@@ -240,9 +238,7 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def restore(self, entry: DiskEntry, *, writing: Container[bytes] = ()) -> None:
-        """Show a taken entry whose file stays: an orphan if its key has a new entry or is in
-        `writing`.
-        """
+        """Its file stays. An orphan if its key has a new entry or is in `writing`."""
         self._leave(entry)
         if self._rows.find(entry.key) == NONE and entry.key not in writing:
             self._show(entry, entry.written_ns)

@@ -249,7 +249,7 @@ class FileWrite:
         self._may_reuse = may_reuse
 
     def run(self, stop: Event) -> None:
-        """Overwrite a victim's file if it occupies as many bytes; remove the others."""
+        """Overwrite a victim's file that occupies as many bytes; remove the others."""
         stopped = stop.is_set()
         reused = None if stopped or not self._may_reuse else self._victim_to_reuse()
         for victim in self.victims:

@@ -40,9 +40,7 @@ class KnownPast(NamedTuple):
 
 
 class Learning:
-    """The reuse times for a disk's evictions.
-
-    worths: of memory's policy; None before `DiskTier.learn_from`
+    """worths: of memory's policy; None before `DiskTier.learn_from`
     ghosts: the pasts of chunks that are not in this tier
     """
 
@@ -94,7 +92,7 @@ class LearnedOrder:
         return uses_of(self._rows.past(row)) == 0
 
     def behind(self, past: int) -> int:
-        """The row before which the next row is inserted; NONE: insert it at the end.
+        """Insert the next row before this one; NONE: at the end.
 
         A prompt's chunks are written in order, but the last one must be evicted first.
         """

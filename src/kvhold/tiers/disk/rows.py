@@ -126,7 +126,7 @@ class Rows:
         return list(self._oldest)
 
     def oldest(self) -> Iterator[int]:
-        """Yield rows by list, the least recently used first. Do not change rows during this."""
+        """By list, the least recently used first. Do not change rows during this."""
         for first in self._oldest.values():
             row = first
             while row != NONE:

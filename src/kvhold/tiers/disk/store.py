@@ -52,9 +52,7 @@ _SCANS = 3  # a failed removal makes its value visible again
 
 
 class _Opened:
-    """An opened folder.
-
-    writing: key -> future of the end of its write
+    """writing: key -> future of the end of its write
     leaving: number of a removal -> its key and the future of its end
     own: during the listing: names of files written since the opening
     """
@@ -226,7 +224,7 @@ class DiskStore:
         return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
-        """If another call writes a key, await that, and write if it failed."""
+        """If another call writes a key, wait, and write if it failed."""
         faults: list[TierError | None] = [None] * len(items)
         todo = list(range(len(items)))
         async with self._opener.use() as opened:
@@ -245,7 +243,7 @@ class DiskStore:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Write each new file, show it, then remove the old file."""
+        """Show each new file before the old one is removed."""
         answers: dict[bytes, bool | TierError] = {}
         async with self._opener.use() as opened:
             await self._written(opened, [key for key, _ in items])
@@ -261,7 +259,7 @@ class DiskStore:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove values, durably even without `sync`, because a clear is forgotten after them.
+        """Durable even without `sync`, because a clear is forgotten after it.
 
         Raises TierIncomplete at the end if another file of a key could not be removed.
         """

@@ -1,4 +1,4 @@
-"""Turn an OSError into a TierError: the only place that does so."""
+"""OSError becomes TierError only here."""
 
 import os
 from errno import (

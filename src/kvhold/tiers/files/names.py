@@ -1,5 +1,3 @@
-"""File names: unique temporary names across hosts, and the subfolder of a key."""
-
 import os
 from functools import cache
 from itertools import count
@@ -34,7 +32,7 @@ def writer_of(name: str) -> tuple[str, int] | None:
 
 
 def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
-    """The file's process on this host has ended, or it is older than `stale_s`."""
+    """Its process on this host has ended, or it is older than `stale_s`."""
     writer = writer_of(name)
     if writer is None:
         return False

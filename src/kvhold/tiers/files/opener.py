@@ -1,6 +1,6 @@
 """Open a place once for many calls, and close it after the last one.
 
-`open` runs in its own task: a cancelled caller must not lose a lock.
+`open` has its own task: a cancelled caller must not lose a lock.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Opener(Generic[Place]):
             self._close_if_unused(held)
 
     def lose(self, place: Place) -> bool:
-        """Close the place after its last user. False: it was lost before."""
+        """After its last user. False: it was lost before."""
         held = self._held
         if held is None or held.place is not place:
             return False

@@ -97,7 +97,7 @@ class FileTree:
         used_ns: int | None = None,
         reuse: str | None = None,
     ) -> tuple[str, os.stat_result]:
-        """Write a new temporary file. Return its name and state.
+        """The file's name and state.
 
         allocate: preallocate; not on network file systems, where libc writes to each block
         used_ns:  the file's mtime
@@ -134,9 +134,7 @@ class FileTree:
         self._sync_folder(new.rpartition("/")[0])
 
     def exchange(self, one: str, other: str) -> None:
-        """Raises FileNotFoundError if one is missing, EOPNOTSUPP if it is
-        impossible.
-        """
+        """Raises FileNotFoundError: one is missing; EOPNOTSUPP: impossible."""
         if self._renameat2 is None or self._renameat2(
             self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE
         ):
@@ -168,9 +166,9 @@ class FileTree:
         size: int | None = None,
         used_ns: int | None = None,
     ) -> int | None:
-        """Read the whole file, or fill the pieces from offset `at`. Return the number of bytes.
+        """Read the whole file, or fill the pieces from offset `at`. Returns the bytes.
 
-        None: the file is missing, does not have `size` (if given), does not fit, or is too short.
+        None: missing, not of `size` (if given), too large or too short.
         """
         try:
             fd = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._root)

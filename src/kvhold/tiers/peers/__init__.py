@@ -1,5 +1,3 @@
-"""Other nodes as a tier."""
-
 from kvhold.tiers.peers.tier import PeersConfig, PeersTier
 
 __all__ = ["PeersConfig", "PeersTier"]

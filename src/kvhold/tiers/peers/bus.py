@@ -72,9 +72,7 @@ class BusSession(Protocol):
 
 
 class Bus(Protocol):
-    """A bus.
-
-    source: the bus in messages, without secrets
+    """source: the bus in messages, without secrets
     fault:  why it cannot be used now; else empty. Any thread
     """
 
@@ -89,7 +87,7 @@ class Bus(Protocol):
 
 
 def clock_ms() -> int:
-    """Count milliseconds from a fixed moment while this host runs."""
+    """From a fixed moment, while this host runs."""
     return time.monotonic_ns() // 1_000_000
 
 
@@ -152,7 +150,7 @@ class Inbox:
         return SILENT_S - (self._clock() - self._fresh_at_ms) / 1000
 
     def put(self, data: bytes) -> str:
-        """Return why the record is ignored; empty: it is not."""
+        """Why the record is ignored; empty: it is not."""
         body = data[_MAC_BYTES:]
         if not compare_digest(_mac(self.key, self.incarnation, body), data[:_MAC_BYTES]):
             return "forged"

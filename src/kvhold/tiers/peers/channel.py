@@ -58,9 +58,7 @@ class _NotFaster(ChannelFault):
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """The channel that this node's settings allow.
-
-    memory:      None: chunks come over TCP
+    """memory:      None: chunks come over TCP
     reason:      why they do; empty: NIXL may be used
     is_measured: use NIXL only where a measurement finds it faster
     """
@@ -98,7 +96,7 @@ class PeerChannel:
 
     @property
     def reason(self) -> str:
-        """Why it is not NIXL; empty: it is."""
+        """Why not NIXL; empty: it is."""
         if self._offer is not None:
             return ""
         memory = self.plan.memory
@@ -109,7 +107,7 @@ class PeerChannel:
         self._reason = plan.reason or _NOT_YET
 
     def follow(self, incarnation: int, *, is_offered: bool) -> None:
-        """Open it in the background, once for this start of the peer."""
+        """In the background, once for this start of the peer."""
         if self.plan.memory is None or self.plan.reason or incarnation == self._incarnation:
             return
         self._shut(_NOT_YET if is_offered else NOT_OFFERED)
@@ -122,7 +120,7 @@ class PeerChannel:
             self._opening = asyncio.ensure_future(self._keep_trying(self.plan.memory))
 
     async def read(self, items: Sequence[Getting], *, timeout_s: float) -> list[Getting]:
-        """Read the lent items. Returns the others, to be got over TCP."""
+        """Returns the items to be got over TCP."""
         memory, offer, name = self.plan.memory, self._offer, self._name
         if memory is None or offer is None or memory.fault:
             return list(items)

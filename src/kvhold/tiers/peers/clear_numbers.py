@@ -47,7 +47,7 @@ class ClearNumbers:
             return number
 
     def learn(self, prefix: bytes, number: int) -> bool:
-        """Return whether the clear is new here. Raises ValueError: no clear has this number."""
+        """False: the clear is known here. Raises ValueError: no clear has this number."""
         if (
             len(prefix) not in (0, NAMESPACE_BYTES)
             or not 0 < number <= self._clock() * 1000 + _MOST_AHEAD_MS
@@ -69,7 +69,7 @@ class ClearNumbers:
                 self.watch(prefix, number)
 
     def allow(self, namespace: bytes, announced: Mapping[bytes, int]) -> bool:
-        """Whether a peer with these clears has nothing older of a namespace."""
+        """A peer with these clears has nothing older of a namespace."""
         return all(
             announced.get(prefix, 0) >= self._numbers.get(prefix, 0)
             for prefix in (EVERYTHING, namespace)

@@ -1,5 +1,3 @@
-"""The contract of directories of peers."""
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 
 @dataclass(frozen=True)
 class Listing:
-    """The addresses in a directory.
-
-    addresses: of other nodes, and of this one if the directory does not know it
+    """addresses: of other nodes, and of this one if the directory does not know it
     is_alone:  only this node is listed: an empty list is no fault
     """
 
@@ -34,9 +30,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Own:
-    """This node in a directory.
-
-    address:           where other nodes reach it, `HOST:PORT`; empty: it serves no peers
+    """address:           where other nodes reach it, `HOST:PORT`; empty: it serves no peers
     incarnation, port: 0: it serves no peers
     """
 

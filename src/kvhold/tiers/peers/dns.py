@@ -1,4 +1,4 @@
-"""The peers at the addresses of a DNS name (docs/peers.md)."""
+"""Peers at the addresses of a DNS name (docs/peers.md)."""
 
 import asyncio
 import ipaddress

@@ -48,7 +48,7 @@ class Follower:
         learned: Callable[[bytes], None],
         inboxes: Inboxes | None = None,
     ) -> None:
-        """is_followed_elsewhere: whether an incarnation is followed at another of its addresses
+        """is_followed_elsewhere: an incarnation is followed at another of its addresses
         learned: called with each namespace that a peer has cleared, b"" means all
         """
         self._peer = peer
@@ -93,7 +93,7 @@ class Follower:
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _follow_once(self) -> PeerFault | None:
-        """Return the fault; None: it is this node itself, or one that is followed already."""
+        """None: it is this node itself, or is followed already."""
         peer = self._peer
         try:
             while (inbox := await self._follow_connection()) is not None:
@@ -107,7 +107,7 @@ class Follower:
             peer.is_open = peer.is_by_bus = False
 
     async def _follow_connection(self) -> Inbox | None:
-        """Follow until the bus can go on, and return its inbox. None: as for `_follow_once`."""
+        """Until the bus can go on with the inbox. None: as `_follow_once`."""
         peer = self._peer
         stream: Stream | None = None
         asked_ms = 0 if self._inboxes is None else self._inboxes.now_ms()
@@ -221,7 +221,7 @@ class Follower:
             peer.tried.set()
 
     async def _change(self, digests: bytes, sizes: bytes) -> int:
-        """Add chunks; without sizes, remove them. Returns their number."""
+        """Without sizes, remove the chunks. Returns their number."""
         numbers, nbytes = unpack(digests, sizes)
         peer, index = self._peer.number, self._index
         for begin in range(0, len(numbers), _AT_ONCE):

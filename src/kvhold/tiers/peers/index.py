@@ -22,9 +22,7 @@ _TOO_LARGE = 1 << 40
 
 
 class PeerChunk(NamedTuple):
-    """A chunk at peers.
-
-    nbytes: the largest size at its peers, or more
+    """nbytes: the largest size at its peers, or more
     peers:  bit n: peer n has the chunk
     """
 
@@ -33,9 +31,7 @@ class PeerChunk(NamedTuple):
 
 
 class IndexPart(NamedTuple):
-    """Chunks of one peer.
-
-    digests, sizes: joined, DIGEST_BYTES each, little-endian
+    """digests, sizes: joined, DIGEST_BYTES each, little-endian
     """
 
     digests: bytes
@@ -78,7 +74,7 @@ class PeerIndex:
             yield
 
     def parts(self, peer: int) -> Iterator[IndexPart]:
-        """The chunks of one peer, a table at a time. They may change in between."""
+        """A table at a time. Chunks may change in between."""
         for table in self._tables:
             part = table.part(1 << peer)
             if part.digests:
@@ -89,9 +85,7 @@ class PeerIndex:
 
 
 class _Table:
-    """A hash table.
-
-    digests: 0: free
+    """digests: 0: free
     sizes: low and high part of the size, 40 bits together
     counts: chunks of each peer, in all tables
     """

@@ -1,7 +1,4 @@
-"""One peer: its connections, its latest state, and whether to ask it.
-
-A peer that fails is left alone for a while (`breaker.py`). One event loop.
-"""
+"""A peer that fails is left alone for a while (`breaker.py`). One event loop."""
 
 import asyncio
 import ssl
@@ -41,9 +38,7 @@ Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream
 
 
 class Peer:
-    """One followed peer.
-
-    number:       its bit in the index
+    """number:       its bit in the index
     incarnation:  of the node whose chunks are in the index; 0: none
     after:        number of the last change in the index
     is_self:      this node itself, named in a list that all hosts share

@@ -1,7 +1,4 @@
-"""The events of one peer.
-
-The tiers' loop writes. Any thread reads.
-"""
+"""The tiers' loop writes. Any thread reads."""
 
 import time
 from collections.abc import Callable

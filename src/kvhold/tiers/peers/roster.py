@@ -105,7 +105,7 @@ class Roster:
             await self._was_read.wait()
 
     def serve_as(self, own: Own) -> None:
-        """Tell the directory about this node. Any thread."""
+        """Any thread."""
         self.own = own
         if self._loop is not None:
             with suppress(RuntimeError):
@@ -201,7 +201,7 @@ class Roster:
         self._list_fault = fault
 
     async def _use(self, addresses: Iterable[Address]) -> int:
-        """Follow these peers only, listed ones first. Returns the number beyond the limit."""
+        """Only these peers, listed ones first. Returns the number beyond the limit."""
         wanted = set(addresses)
         before = [peer for peer in self.peers if peer.address not in wanted]
         for peer in before:

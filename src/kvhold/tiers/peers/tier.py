@@ -227,7 +227,7 @@ class PeersTier:
         """Raises ConfigError if the node of this tier could not be registered."""
 
     def serve_as(self, own: Own) -> None:
-        """Set the node that this tier belongs to, if that serves peers. Any thread."""
+        """The node of this tier, if it serves peers. Any thread."""
         self._roster.serve_as(own)
         if self._inboxes is not None:
             self._inboxes.own_incarnation = own.incarnation

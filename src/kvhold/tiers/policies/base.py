@@ -17,7 +17,7 @@ NEUTRAL = 8
 
 @dataclass
 class PolicyLookup:
-    """A lookup, as a policy knows it, for all its calls of `used` and `missed`.
+    """For all calls of `used` and `missed` of a lookup.
 
     prompt:  the kind of its prompt
     at_s:    when it began, by the policy's clock
@@ -34,7 +34,7 @@ class PolicyLookup:
 class Policy(Protocol):
     """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
 
-    learns:   whether the policy must be told of lookups
+    learns:   the policy must be told of lookups
     declined: the last `victims` was empty because `wanted` is worth less than a victim
     """
 
@@ -52,13 +52,13 @@ class Policy(Protocol):
         """Ignores unknown keys."""
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
-        """Count chunks as used, in this order."""
+        """In this order."""
 
     def demote(self, keys: Iterable[bytes]) -> None:
-        """Evict these chunks before all others, until their next use. Ignores unknown keys."""
+        """These chunks go first, until their next use. Ignores unknown keys."""
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
-        """Record a lookup, if `learns`.
+        """Only if `learns`.
 
         keys:     of a prompt's whole chunks, in one group and shard, in order
         num_here: number of leading chunks that the hit has
@@ -75,7 +75,7 @@ class Policy(Protocol):
         """Record chunks of a hit, in all groups and shards, in any number of calls.
 
         value:     of each, below `NUM_VALUES`
-        is_repeat: these chunks were recorded before, in another group or shard
+        is_repeat: these chunks were recorded in another group or shard
         """
 
     def missed(
@@ -92,15 +92,13 @@ class Policy(Protocol):
         """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
-        """How long after its eviction a chunk was expected to be used again; before `missed`.
+        """How long after its eviction a chunk was expected to be used; before `missed`.
 
-        None: unknown, or no use was expected.
-
-        ago_s: seconds since the eviction, or since the chunk was declined
+        None: unknown, or no use was expected. ago_s: since it was evicted, or declined
         """
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """Ignores unknown keys. evicted: true for a victim; false for a cleared chunk."""
+        """Ignores unknown keys. evicted: false for a cleared chunk"""
 
     def victims(
         self,
@@ -109,13 +107,13 @@ class Policy(Protocol):
         namespace: bytes | None = None,
         wanted: bytes | None = None,
     ) -> list[bytes]:
-        """Return keys to evict, in order: just enough to free `nbytes`; empty if impossible.
+        """Keys to evict, in order: just enough to free `nbytes`; empty if impossible.
 
         No victim is pinned, and each comes after all its continuations. Removes nothing. `pinned`
         is called with known keys only.
 
         namespace: choose only among its keys
-        wanted:    the chunk that needs the bytes; if it is worth less than a victim, return nothing
+        wanted:    needs the bytes; if it is worth less than a victim, return nothing
         """
 
     def nbytes(self, namespace: bytes | None = None) -> int:

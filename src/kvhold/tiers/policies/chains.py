@@ -1,8 +1,7 @@
-"""The shared part of all policies: chains, candidates for eviction, bytes per namespace.
+"""Chains, candidates for eviction and bytes per namespace, for all policies.
 
 *Leaves* are chunks without a continuation here. Queues order them by rank, per namespace and for
-all. Demoted leaves have a queue of their own, which goes first. Insert, touch and remove cost O(log
-leaves).
+all; demoted ones go first, in a queue of their own. Insert, touch and remove cost O(log leaves).
 """
 
 from abc import ABC, abstractmethod
@@ -23,9 +22,7 @@ _SWEPT_A_CALL = 3  # keeps about two places per leaf at most
 
 
 class Chunk:
-    """A chunk that a policy knows.
-
-    rank:      unique; the lowest is evicted first
+    """rank:      unique; the lowest is evicted first
     uses:      a counter for the policy
     use:       the last use, for `LearnedPolicy`
     is_sample: whether the use is counted, for `LearnedPolicy`
@@ -292,7 +289,7 @@ class ChainPolicy(ABC):
 
     @abstractmethod
     def _inserted(self, chunk: Chunk) -> None:
-        """Rank a new chunk."""
+        ...
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
         pass
@@ -373,7 +370,7 @@ class ChainPolicy(ABC):
 
 
 class Walk:
-    """One search for victims. Its exit restores the policy."""
+    """Its exit restores the policy."""
 
     def __init__(
         self, policy: ChainPolicy, space: ChunkSpace, pinned: Callable[[bytes], bool]

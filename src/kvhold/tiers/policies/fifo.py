@@ -1,5 +1,3 @@
-"""First in, first out: evicts the oldest chunk first."""
-
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 

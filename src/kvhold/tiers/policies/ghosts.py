@@ -50,7 +50,7 @@ class Ghosts:
         self.num = 0
 
     def add(self, name: bytes, past: int, now_s: float) -> int:
-        """Remember a chunk. Return the past that it replaced, of this or another chunk; 0: none.
+        """Return the past that it replaced, of this or another chunk; 0: none.
 
         The past of a sample is replaced only by that of another sample.
         """
@@ -63,7 +63,7 @@ class Ghosts:
         return self._renew(place, past)
 
     def mark(self, name: bytes) -> int:
-        """Mark a chunk as a sample. Return its past; 0: unknown."""
+        """As a sample. Returns its past; 0: unknown."""
         place = self._find(xxh3_64_intdigest(name))
         if place < 0:
             return 0
@@ -162,7 +162,7 @@ def queue_of(past: int) -> int:
 
 
 def run_of(past: int) -> int:
-    """Return a past without the value and the sample, which differ within a run."""
+    """Without the value and the sample, which differ within a run."""
     return past & ~(_VALUE | SAMPLE)
 
 

@@ -218,7 +218,7 @@ class LearnedPolicy(ChainPolicy):
             firsts[space] = suffix
 
     def _use_of(self, past: int) -> Use:
-        """Return the use that a lookup begins now. Equal runs of the same moment share it."""
+        """The use that a lookup begins now. Equal runs of the same moment share it."""
         begun, run = self._begun, run_of(past)
         use = begun.get(run)
         if use is None:
@@ -239,7 +239,7 @@ class LearnedPolicy(ChainPolicy):
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
-        """Give a new chunk its past, which all its groups and shards share.
+        """Its groups and shards share one past.
 
         The entry that lookups name takes the past out of the ghosts, and may be the sample.
         """
@@ -274,7 +274,7 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
-        """Drop a queue that `chunk` has left: 2800 empty ones would remain."""
+        """2800 empty ones would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)
@@ -293,7 +293,7 @@ class LearnedPolicy(ChainPolicy):
         self._forget(self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s))
 
     def _forget(self, past: int) -> None:
-        """Stop observing a chunk that is not here. past: 0: none"""
+        """past: 0: none"""
         if past & SAMPLE:
             self.times.forget(self._use_at(past))
 

@@ -1,5 +1,3 @@
-"""Least recently used: evicts the chunk with the oldest use."""
-
 from collections.abc import Sequence
 
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk

@@ -1,5 +1,3 @@
-"""Most recently used: evicts the chunk with the latest use."""
-
 from collections.abc import Sequence
 
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk

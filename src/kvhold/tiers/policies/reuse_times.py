@@ -190,7 +190,7 @@ class ReuseTimes:
         return use
 
     def add(self, use: Use, num_chunks: int = 1) -> None:
-        """Count more chunks of a use, which may be an earlier one."""
+        """The use may be an earlier one."""
         use = _merged(use)
         use.num += num_chunks
         cohort = use.cohort
@@ -211,7 +211,7 @@ class ReuseTimes:
         use.num -= num_chunks
 
     def use_at(self, kind: int, at_s: float) -> Use:
-        """Return the latest use of a kind at or before a past time, to end or forget it."""
+        """The latest use of a kind at or before a past time, to end or forget it."""
         cohorts = self._cohorts
         place = bisect_right(cohorts, at_s, key=_begun_s) - 1
         for cohort in reversed(cohorts[max(0, place - _COHORTS_A_TIME) : place + 1]):
@@ -236,7 +236,7 @@ class ReuseTimes:
         return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
-        """The median time to the next use at this age. None: unknown, or most have none."""
+        """The median time to the next use. None: unknown, or most have none."""
         if self._num_uses < _FEWEST_USES:
             return None
         bucket = bisect_right(_EDGES_S, age_s) - 1
@@ -372,7 +372,7 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
 
 
 def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
-    """Return yields, and worths by price, `[kinds, buckets]`, in the middle of a bucket."""
+    """Yields, and worths by price, `[kinds, buckets]`, in the middle of a bucket."""
     hazards = np.clip(hazards, 0.0, _MOST_HAZARD)
     left = np.cumprod(np.where(_LATER, 1.0 - hazards[:, None], 1.0), axis=2)
     hits = 1.0 - left

@@ -1,4 +1,4 @@
-"""The endpoint of one server: pools of connections that are ready for commands.
+"""Pools of connections to one server that are ready for commands.
 
 Small commands have their own connections, so a lookup never waits behind values.
 """
@@ -37,9 +37,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Login:
-    """The login at a server.
-
-    primary_only: refuse a server that is not a primary
+    """primary_only: refuse a server that is not a primary
     """
 
     username: str = ""

@@ -21,7 +21,7 @@ _SPARE_MS = 3600_000
 async def replace_string(
     router: Router, name: bytes, value: Parts, *, parts: Sequence[bytes] = ()
 ) -> bool | TierError:
-    """Return whether there was a string, or the fault.
+    """True: there was a string.
 
     parts: names of the value's written parts, if `value` is a head
     """

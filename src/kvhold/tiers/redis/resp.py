@@ -1,7 +1,4 @@
-"""A part of the Redis protocol, version 2. Replies are not trusted.
-
-An invalid reply raises ProtocolError.
-"""
+"""A part of the Redis protocol, version 2. An invalid reply raises ProtocolError."""
 
 import re
 from collections.abc import Sequence
@@ -46,9 +43,7 @@ Reply: TypeAlias = int | bytes | ErrorReply | list["Reply"] | None
 
 
 class RedisCall(Exchange):
-    """A call about one key.
-
-    name: the command's key, which decides the server
+    """name: the command's key, which decides the server
     """
 
     def __init__(
@@ -81,7 +76,7 @@ class RedisCall(Exchange):
 
 
 class Asking(Exchange):
-    """A call to a server that takes over the key's slot; accepted only after ASKING."""
+    """To a server that takes over the key's slot; accepted only after ASKING."""
 
     def __init__(self, call: RedisCall) -> None:
         self.call = call

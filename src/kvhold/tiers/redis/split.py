@@ -1,6 +1,6 @@
-"""Values too large for one string: parts, and a head written last.
+"""Values too large for one string: parts, and a head under the value's name, written last.
 
-The head is stored under the value's name. A value that looks like a head is stored in parts. A
+ A value that looks like a head is stored in parts. A
 nonce in part names keeps two writers apart.
 """
 

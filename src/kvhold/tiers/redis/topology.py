@@ -1,7 +1,4 @@
-"""Find the server of a key: a single one, Sentinel's primary, or a cluster slot's owner.
-
-Sentinels and cluster nodes are asked at the first use, and after `invalidate`.
-"""
+"""Sentinels and cluster nodes are asked at the first use, and after `invalidate`."""
 
 import asyncio
 import binascii
@@ -25,16 +22,16 @@ class Topology(Protocol):
         """Raises TierError if no server answers."""
 
     async def primaries(self) -> Sequence[RedisEndpoint]:
-        """All servers that hold keys. Raises TierError."""
+        """Raises TierError."""
 
     def invalidate(self) -> None:
-        """Ask the servers again before the next key."""
+        """The servers are asked again before the next key."""
 
     def moved(self, name: bytes, reply: ErrorReply, by: RedisEndpoint) -> RedisEndpoint | None:
         """The server of a MOVED or ASK reply of `by`; None: it is invalid."""
 
     def close(self) -> None:
-        """Close all connections."""
+        ...
 
 
 class Single:
@@ -77,7 +74,7 @@ class Discovered(ABC):
 
     @abstractmethod
     async def _discover(self) -> None:
-        """Ask which server has which keys."""
+        ...
 
     async def _learn(self) -> None:
         if not self._known:

@@ -1,5 +1,3 @@
-"""Commands that read values into the caller's memory."""
-
 from kvhold.core.errors import ProtocolError
 from kvhold.net.stream import Stream
 from kvhold.tiers.base import Parts, size_of
