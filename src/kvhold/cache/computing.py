@@ -1,8 +1,8 @@
 """The chunks that engines compute now, and the lookups that wait for them. No I/O.
 
 An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
-withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
-counts as stored when memory has it for every shard and every group with full attention.
+withdraws it or leaves, or when it is late and another engine announces them. A chunk is stored when
+memory has it for every shard and every group with full attention.
 """
 
 from collections.abc import Callable, Hashable
@@ -49,9 +49,7 @@ class WaitEnd(StrEnum):
 
 @dataclass(eq=False)
 class Announcement:
-    """The chunks that one engine computes after a hit.
-
-    chunks:       by name, not stored yet, in the prompt's order
+    """chunks:       by name, not stored yet, in the prompt's order
     start_tokens: tokens that the engine has, or loads
     done_tokens:  the end of the stored chunks
     progress_s:   time of the last stored chunk, or of the announcement
@@ -143,7 +141,9 @@ class Computing:
         hit_tokens: int,
         intent: ComputeIntent | None,
     ) -> bool:
-        """Announce the chunks after a hit that no engine computes yet. False: none, or late, or much slower."""
+        """Announce the chunks after a hit that no engine computes yet. False: none, or late, or
+        much slower.
+        """
         if intent is None or not intent.announces:
             return False
         held = self._by_owner.get(owner, {})
@@ -401,7 +401,6 @@ class Computing:
         return announcement.progress_s + pace * left_s
 
     def _waiting_s(self, wait: Wait) -> float:
-        """Seconds to the first token, with the awaited chunks."""
         cost, end = wait.cost, wait.hit_end
         begin = cost.computed_tokens
         loading_s = _copy_s(cost, end - begin, wait.announcement) if end > begin else 0.0

@@ -1,6 +1,6 @@
-"""Makes the chunks of a prompt go first in eviction, also chunks that are stored within seconds.
+"""A prompt's chunks go first in eviction, also those that are stored within seconds.
 
-A later use of a chunk takes this back. Pinned chunks are left alone. No I/O.
+A later use takes this back. Pinned chunks are left alone. No I/O.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Keeps chunks in memory by their names, also chunks that are not stored yet.
+"""Keeps chunks in memory by their names, also chunks that are not stored yet. No I/O.
 
-A name is kept while it has a keeper. Its entries are held once each, from when they are stored. The
-bytes of all kept names count against a share of memory, and of a namespace's quota. No I/O.
+A name is kept while it has a keeper; each entry is held once. The bytes of all kept names count
+against a share of memory, and of a namespace's quota.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +22,7 @@ Keeper = TypeVar("Keeper")
 
 class KeptChunks(Generic[Keeper]):
     def __init__(self, ram: RamTier, pins: Pins, max_bytes: int = 0) -> None:
-        """max_bytes: of all kept names; 0: a quarter of memory"""
+        """max_bytes: 0: a quarter of memory"""
         self._ram = ram
         self._pins = pins
         self._max_bytes = max_bytes

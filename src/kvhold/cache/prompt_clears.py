@@ -45,7 +45,6 @@ class PromptClears:
         self._num_running = 0
 
     def __len__(self) -> int:
-        """Clears that the tiers have not ended."""
         return self._num_running
 
     def clear_turns(self, layout: Layout, clear: PromptClear) -> Turns[int]:

@@ -1,7 +1,7 @@
-"""Reserves memory for missing chunks. A writer fills it, then commits or abandons it.
+"""Reserves memory for missing chunks. A writer fills it, then commits or abandons it. No I/O.
 
-After `stalled_after_s`, another writer may reserve the same chunks in other memory; a late commit
-is ignored. No I/O.
+After `stalled_after_s`, another writer may reserve the chunks in other memory; a late commit is
+ignored.
 """
 
 import time
@@ -177,7 +177,7 @@ class Reservations:
     def commit_turns(
         self, reservation: ReservedChunks, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
-        """Make chunks visible, the last first: eviction by age never takes a prefix first.
+        """The last chunk becomes visible first: eviction by age never takes a prefix first.
 
         checksums: `checksums.BYTES` bytes per chunk, granted group and layer; None: keep none
 

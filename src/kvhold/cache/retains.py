@@ -1,8 +1,7 @@
 """Keeps the chunks of prompts in memory until a deadline, or until their holder lets them go.
 
-Chunks that are stored later are kept from then on. A retain ends with its owner, and when it is
-cleared. The first chunks are kept, up to `hints.max_bytes`, and up to a quarter of a namespace's
-quota. No I/O.
+Also those stored later. A retain ends with its owner, and when it is cleared. The first chunks are
+kept, up to `hints.max_bytes`, and up to a quarter of a namespace's quota. No I/O.
 """
 
 from collections.abc import Callable, Hashable
@@ -55,7 +54,6 @@ class Retains:
         clock: Callable[[], float],
         max_bytes: int = 0,
     ) -> None:
-        """max_bytes: 0: a quarter of memory"""
         self._ram = ram
         self._metrics = metrics
         self._clock = clock

@@ -107,10 +107,6 @@ class CacheState:
         retained_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """stalled_after_s: see `Reservations`
-        policy_for:      see `ChunkValues`
-        retained_bytes:  see `Retains`
-        """
         self.ram = ram
         self.metrics = metrics
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]

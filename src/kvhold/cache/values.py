@@ -59,7 +59,7 @@ class ChunkValues:
         return cost
 
     def _saved_s(self, num_tokens: int, nbytes: int, cost: ComputeCost) -> Callable[[int], float]:
-        """The seconds saved, by a chunk's number. They never decrease."""
+        """By a chunk's number; never decreases."""
         token_s = cost.token_s + cost.step_s / cost.step_tokens + cost.pair_s * num_tokens / 2
         # 0 seconds: not measured yet
         below_s = min((c[1] * nbytes for s in self._speeds if (c := s.costs) and c[1]), default=inf)

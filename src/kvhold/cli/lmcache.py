@@ -308,7 +308,6 @@ def _codec_of(migration: Migration, values: Mapping[str, Any]) -> str:
 
 
 def _remote_url(migration: Migration, scheme: str, rest: str) -> str | None:
-    """None: no tier."""
     place, _, query = rest.partition("?")
     place = _without_password(migration, place)
     if scheme in ("redis", "rediss", "unix"):

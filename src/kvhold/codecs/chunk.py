@@ -1,8 +1,4 @@
-"""Encode a whole chunk to a frame, and decode frames.
-
-A packing that the codec does not accept is converted to the canonical one, where possible. The GIL
-is released.
-"""
+"""A packing that the codec does not accept becomes canonical, where possible. The GIL is released."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,9 +72,7 @@ def frame_chunk(
     out: memoryview | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
-    """Encode and frame one chunk.
-
-    chunk:     `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame uses them
+    """chunk:     `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame uses them
     checksums: [layers], if known; only for a raw frame
     out:       at least `max_frame_bytes`; without it raw copies nothing
     align:     of the payload's start, a multiple of 8; direct I/O needs 4096

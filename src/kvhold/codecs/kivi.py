@@ -131,7 +131,7 @@ def _keys_parts(data: Bytes, place: LayerShape, bits: int, ends: Elements) -> tu
 
 
 def _read_ends(encoded: memoryview, place: LayerShape, shape: tuple[int, int, int]) -> Elements:
-    """Raises FrameError unless the ends [groups, 2, ...] are finite and in order."""
+    """[groups, 2, ...]. Raises FrameError unless finite and in order."""
     nbytes = shape[0] * shape[1] * shape[2] * DTYPE_BYTES[place.dtype]
     ends = read_elements(encoded[:nbytes], place.kind).reshape(shape)
     order = _order(ends)

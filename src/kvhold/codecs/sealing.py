@@ -1,7 +1,7 @@
 """Encrypted frames (AES-256-GCM): a tier cannot read, swap or alter chunks unnoticed.
 
 Each frame has its own key (docs/format.md). A tenant's first key seals; all its keys unseal. Any
-thread; the GIL is released.
+thread; releases the GIL.
 """
 
 import base64

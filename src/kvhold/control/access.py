@@ -1,7 +1,5 @@
-"""Roles: the rights of the API's callers.
-
-Only this user can open the Unix socket, without a token. On TCP, a token gives its role. Without a
-token, callers on loopback may read, unless reading needs one.
+"""Only this user can open the Unix socket; it needs no token. On TCP, a token gives its role.
+Without one, callers on loopback may read, unless reading needs one.
 """
 
 import hmac

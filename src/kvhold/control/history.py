@@ -1,9 +1,5 @@
-"""The metrics over time, on disk, for the dashboard.
-
-    history.add(now_s, run, samples)
-    history.read(["kvhold_hit_tokens"], since_s=3600)   # increments of counters, values of gauges
-
-Samples are kept for six hours, and sums of five minutes for 30 days.
+"""The metrics over time, on disk, for the dashboard. Samples are kept for six hours, and sums of
+five minutes for 30 days.
 """
 
 import logging

@@ -289,7 +289,6 @@ def _tokens_of(facts: NamespaceFacts, chunks: int) -> int:
 
 
 def _number(facts: NamespaceFacts, name: str) -> int:
-    """0: unknown."""
     text = facts["facts"].get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 else 0
 

@@ -79,7 +79,7 @@ class Recorder:
             await asyncio.sleep(self._interval_s)
 
     def _run_of(self, status: NodeStatus) -> str:
-        """Tell runs apart by process and start, on a clock that never jumps."""
+        """By process and start, on a clock that never jumps."""
         pid, began_s = status["pid"], time.monotonic() - status["uptime_s"]
         if self._last is None or self._last[0] != pid or abs(self._last[1] - began_s) > _SAME_S:
             self._runs += 1

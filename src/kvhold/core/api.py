@@ -1,4 +1,4 @@
-"""The Cache: the interface for integrations, in this process or in this host's node.
+"""The interface of a cache, in this process or in this host's node.
 
     with cache.lookup(prompt.query()) as hit:         # pinned for the block
         with cache.claim(hit.ticket) as lease:        # one shard's bytes, until closed
@@ -44,7 +44,7 @@ _REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encodin
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """The admission of a chunk to a tier, or its removal: one group, one shard.
+    """A chunk (one group, one shard) was admitted to a tier, or removed.
 
     number: one more than the previous event's. In a snapshot: of the last event before it
     kind:   admitted, evicted, expired or cleared
@@ -80,9 +80,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer to a lookup.
-
-    ticket:       0 when nothing is held
+    """ticket:       0 when nothing is held
     sources:      tokens by the place of their KV: `ram` or a lower tier's name
     waits:        another engine computes the missing chunks
     announcement: number of the caller's announcement; 0: none
@@ -198,7 +196,7 @@ class Hit(Holding):
 
 
 class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
-    """The progress of a re-encoding, in chunks of one group and one shard.
+    """Chunks of one group and one shard.
 
     `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
 
@@ -228,10 +226,10 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopyProgress(msgspec.Struct, frozen=True, array_like=True):
-    """The progress of a copy to a tier, in chunks of one group and one shard.
+    """Chunks of one group and one shard.
 
     stopped: why it ended early; else empty
-    copied:  the tier has them now; also those that it had before
+    copied:  the tier has them now, or had them before
     failed:  the tier failed, was full, or declined them
     dropped: of `copied`, removed from memory; others were in use
     bytes:   of `copied`, in memory
@@ -381,7 +379,7 @@ class Cache(Protocol):
     def retain(
         self, query: Query, ttl_s: float, *, deadline_s: float | None = None
     ) -> RetainedPrompt:
-        """Keep a prompt's chunks in memory, also those that are stored later.
+        """Keep a prompt's chunks in memory, also those stored later.
 
         The first chunks are kept, within `hints.max_bytes` of all callers. A prompt without a whole
         chunk is not kept.
@@ -392,8 +390,8 @@ class Cache(Protocol):
     ) -> DemoteAnswer:
         """Evict a prompt's chunks from `first_chunk` on, and its tails, before all others.
 
-        This holds for a chunk until its next use, and also for chunks that are stored within 10 s.
-        Copies in lower tiers stay.
+        Until a chunk's next use; also chunks that are stored within 10 s. Copies in lower tiers
+        stay.
         """
 
     def claim(
@@ -405,7 +403,8 @@ class Cache(Protocol):
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Lease | None:
-        """Lease one shard's part of a hit, from chunk `first_chunk` on. Each lease has its own pins.
+        """Lease one shard's part of a hit, from chunk `first_chunk` on. Each lease has its own
+        pins.
 
         None: unknown ticket, or its hit is closed.
 
@@ -424,7 +423,7 @@ class Cache(Protocol):
     ) -> Reservation:
         """Reserve memory for the chunks of `names` that are missing and not being written.
 
-        For each chunk, either every missing group gets memory, or none does.
+        A chunk gets memory for all missing groups, or for none.
 
         groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all
         """
@@ -443,9 +442,8 @@ class Cache(Protocol):
         only_end: keep the part that another prompt in memory continues
 
         Other hosts keep theirs; this one uses no peer's until the namespace is cleared. Leases stay
-        valid. Returns the number of chunks in memory.
-
-        Raises ConfigError (NodeError from a node) for a prompt of over 32,768 chunks.
+        valid. Returns the number of chunks in memory. Raises ConfigError (NodeError from a node)
+        for over 32,768 chunks.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -475,9 +473,9 @@ class Cache(Protocol):
         `lossless` replaces a lossy codec where the namespace allows no loss. A lossy codec never
         re-encodes a chunk of another one.
 
-        Raises ConfigError (NodeError from a node) for an unknown tier or codec, for a tier that
-        cannot replace values, and for an unknown namespace, unless the codec is `raw` or `lossless`
-        and the tier is not encrypted.
+        Raises ConfigError (NodeError from a node): unknown tier or codec; the tier cannot replace
+        values; unknown namespace, unless the codec is `raw` or `lossless` and the tier is not
+        encrypted.
         """
 
     def copy(
@@ -487,8 +485,7 @@ class Cache(Protocol):
 
         drop: remove each from memory when the tier has it, unless it is in use
 
-        Raises ConfigError (NodeError from a node) for an unknown tier, and for one that is only
-        read.
+        Raises ConfigError (NodeError from a node) for an unknown or read-only tier.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:

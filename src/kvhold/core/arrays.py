@@ -62,8 +62,8 @@ class WholePrompts:
 
         kv: for each group [layers, planes, tokens, heads, head_dim], with all tokens of the prompt
 
-        Fewer tokens are written if memory is full or another writer has reserved them. Raises
-        LayoutError for unfit arrays, several shards, or an engine's packing.
+        Fewer are written if memory is full, or reserved by another writer. Raises LayoutError for
+        unfit arrays, several shards, or an engine's packing.
         """
         layout = prompt.namespace.layout
         _check(prompt, layout)
@@ -91,12 +91,10 @@ class WholePrompts:
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> LoadedKV:
-        """Return a copy of the KV of the longest cached prefix.
+        """Return a copy of the KV of the longest cached prefix. wait_s: as in `lookup`
 
-        wait_s: as in `lookup`
-
-        Raises LayoutError for layouts with several shards, an engine's packing, or groups that a
-        hit needs only in part (sliding windows, states).
+        Raises LayoutError for several shards, an engine's packing, or groups that a hit needs only
+        in part (sliding windows, states).
         """
         layout = prompt.namespace.layout
         _check(prompt, layout)

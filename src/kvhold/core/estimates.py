@@ -137,7 +137,6 @@ def fit(
 def _deviations(
     columns: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64] | None:
-    """None: negative or undetermined."""
     factors, costs = weights, np.zeros(columns.shape[1])
     for _ in range(_ROUNDS):
         weighted = columns * factors[:, None]

@@ -4,8 +4,7 @@
     read.hints        # to be carried out
     read.refused      # unreadable hints, as answers
 
-Nothing here raises: a bad hint is refused with its field and the reason, and costs no request. A
-message has 16 actions at most, a name 128 characters.
+Nothing raises: a bad hint is refused with its field and the reason.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -211,7 +210,6 @@ def _own_hint(field: str, value: Any) -> Hint | HintAnswer:
 
 
 def _hint(field: str, hint_id: str, kind: HintAction, at: str, payload: Any) -> Hint:
-    """at: the place of the payload"""
     if kind in (HintAction.SHARE, HintAction.FETCH):
         return Hint(field, hint_id, kind)  # its payload is not read
     if kind in (HintAction.PREFETCH, HintAction.DEMOTE):

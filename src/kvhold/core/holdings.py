@@ -72,10 +72,9 @@ class Holding:
 
 
 class Lease(Holding):
-    """The bytes of one shard's part of a hit. Read only.
+    """One shard's part of a hit. Read only; it does not move until the lease is closed.
 
-    They do not move until the lease is closed. A copy by `memory.copy` compares checksums; a direct
-    reader must call `verify` before using the bytes.
+    `memory.copy` compares checksums; a direct reader must call `verify` before using the bytes.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Lease(Holding):
         checksums: one item per group, see `Checksums.expected`; None: nothing is compared
         report: called with the offsets of damaged chunks
 
-        Raises ProtocolError for checksums that do not fit the chunks.
+        Raises ProtocolError: the checksums do not fit the chunks.
         """
         super().__init__(give_back)
         self.first_chunk = first_chunk

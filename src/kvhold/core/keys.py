@@ -322,12 +322,10 @@ class _Text(ABC):
         pass
 
     @abstractmethod
-    def _hashes(self, first: int, last: int) -> bytes:
-        """`first` to before `last`."""
+    def _hashes(self, first: int, last: int) -> bytes: ...
 
     @abstractmethod
-    def _tail_hash(self, num_tokens: int) -> bytes:
-        """num_tokens: of the tail"""
+    def _tail_hash(self, num_tokens: int) -> bytes: ...
 
     @property
     def num_whole(self) -> int:

@@ -1,6 +1,6 @@
-"""Predict a request's time to first token for each possible end of the load.
+"""A request's time to first token, for each possible end of the load. No I/O, no state.
 
-An unknown cost counts as 0, so that it is tried and measured. No I/O, no state.
+An unknown cost counts as 0, so that it is tried and measured.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
-    """The intent of a lookup's caller for missing chunks.
+    """For missing chunks.
 
     waits:     it may wait for another engine's computing, if this is faster
     announces: it will compute and store them now, so others may wait

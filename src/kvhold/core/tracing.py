@@ -1,10 +1,5 @@
-"""The tracer's contract; `node.tracing` implements it.
-
-    span = tracer.begin("kvhold.tier.read", parent, {"kvhold.tier": "disk"})  # None: not sampled
-    ...
-    span.end({"kvhold.bytes": 4096})
-
-Without a tracer nothing is recorded, and OpenTelemetry is not imported.
+"""The tracer's contract; `node.tracing` implements it. Without a tracer nothing is recorded, and
+OpenTelemetry is not imported.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Equal on every host. Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits). Digests are
-kept in the user's cache folder, by path, size, times and inode, and count only if undamaged and
-this user's.
+"""Equal on every host. Every file counts, except `HARMLESS_FILES`, and is hashed whole (xxh3, 128
+bits). Digests are kept in the user's cache folder, by path, size, times and inode, and count only
+if undamaged and this user's.
 """
 
 import logging
@@ -56,7 +56,7 @@ _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in
 
 
 def model_identity(model: str, revision: str | None, *, cache_dir: str | None = None) -> str:
-    """"content:<digest>" or "hub:<name>@<commit>". Raises LayoutError.
+    """ "content:<digest>" or "hub:<name>@<commit>". Raises LayoutError.
 
     cache_dir: the weights' hub cache; None: the hub's default
     """

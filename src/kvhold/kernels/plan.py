@@ -1,7 +1,6 @@
-"""Plan a copy: pair a view's slots with places in the arena, as runs for all layers.
+"""Pair a view's slots with places in the arena, as runs for all layers. One thread at a time.
 
-A *run* is rows in order both in the view and in one chunk. All bounds are checked here. One thread
-at a time.
+A *run* is rows in order both in the view and in one chunk. All bounds are checked here.
 """
 
 from dataclasses import dataclass, field, replace

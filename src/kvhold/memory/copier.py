@@ -86,8 +86,7 @@ class Copier(Protocol):
     def fence(self, transfers: Sequence[Transfer]) -> None:
         """The engine's later work runs after the transfers."""
 
-    def prepare(self) -> None:
-        ...
+    def prepare(self) -> None: ...
 
     def close(self) -> None:
         """Before the arena is unmapped, after all transfers."""
@@ -127,8 +126,7 @@ class HostCopier:
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads
 
-    def mark(self) -> None:
-        ...
+    def mark(self) -> None: ...
 
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
@@ -144,14 +142,11 @@ class HostCopier:
         _check_on_host(pieces)
         return Ended([self._scatter(piece, layers) for piece in pieces])
 
-    def fence(self, transfers: Sequence[Transfer]) -> None:
-        ...
+    def fence(self, transfers: Sequence[Transfer]) -> None: ...
 
-    def prepare(self) -> None:
-        ...
+    def prepare(self) -> None: ...
 
-    def close(self) -> None:
-        ...
+    def close(self) -> None: ...
 
     def stages(self) -> Iterator[Stage]:
         return iter(())

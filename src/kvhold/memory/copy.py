@@ -1,8 +1,8 @@
-"""Copies for integrations: an engine's blocks into a reservation, a lease into blocks.
+"""An engine's blocks into a reservation, a lease into blocks. Any thread.
 
 Arrays hold the ids, or slots, of all chunks, end to end. Negative ones are skipped, and those of
 ABSENT chunks. A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait`
-does. A scatter copies all chunks before it raises DamagedChunks. Any thread.
+does. A scatter copies all chunks before it raises DamagedChunks.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def parse_list(text: str) -> list[int]:
-    """"0-3,8", of numbers below 65536. Raises ValueError."""
+    """ "0-3,8", of numbers below 65536. Raises ValueError."""
     numbers: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.strip().partition("-")

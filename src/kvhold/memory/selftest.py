@@ -14,8 +14,7 @@ _DELAYS_S = (0.002, 0.02, 0.2)
 
 
 class Blocks(Protocol):
-    def write(self, stage: Stage, version: int) -> None:
-        ...
+    def write(self, stage: Stage, version: int) -> None: ...
 
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
         """Copy the blocks' bytes. The result returns them after the copy."""

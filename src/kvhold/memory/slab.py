@@ -1,5 +1,5 @@
-"""A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
-*slabs* of equal slots. Not thread-safe.
+"""A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class
+takes *slabs* of equal slots. Not thread-safe.
 """
 
 from bisect import bisect_left, insort

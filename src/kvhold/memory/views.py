@@ -1,8 +1,8 @@
 """An engine's arrangement of a group's KV, checked against the layout.
 
-Axes may have any order and strides, but `dim` must be contiguous. `slot` is blocks and tokens in
-one axis. An axis with one entry may be missing (MLA). Elements have the group's dtype, or are
-unsigned integers of that width.
+Axes may have any order and strides; `dim` must be contiguous. `slot` is blocks and tokens in one
+axis. An axis with one entry may be missing (MLA). Elements have the group's dtype, or are unsigned
+integers of that width.
 """
 
 from collections.abc import Iterator, Sequence

@@ -16,8 +16,7 @@ CENTRAL_MAGIC = "kvhold-central"
 DEFAULT_PORT = 7710
 
 
-class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    ...
+class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True): ...
 
 
 class CentralWelcome(CentralMessage, frozen=True):
@@ -106,8 +105,7 @@ class CentralKeys(CentralMessage, frozen=True):
     whole: bool = True
 
 
-class CentralDone(CentralMessage, frozen=True):
-    ...
+class CentralDone(CentralMessage, frozen=True): ...
 
 
 Greeting = Union[CentralWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union

@@ -1,7 +1,5 @@
-"""The records of the node's protocol.
-
-A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has its
-request's number; 0 marks News and fatal refusals. `->` names the answer; else it is Done.
+"""A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has
+its request's number; 0 marks News and fatal refusals. `->` names the answer; else it is Done.
 
 After a fatal Refused the node closes the connection. A client that holds memory closes it itself.
 """
@@ -497,12 +495,10 @@ class ClientList(Message, frozen=True):
     more: bool = False
 
 
-class Stop(Message, frozen=True):
-    ...
+class Stop(Message, frozen=True): ...
 
 
-class Ping(Message, frozen=True):
-    ...
+class Ping(Message, frozen=True): ...
 
 
 class News(Message, frozen=True):

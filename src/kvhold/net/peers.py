@@ -27,8 +27,7 @@ BEAT_S = 1.0
 MOST_KEYS = 4096  # per get
 
 
-class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    ...
+class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True): ...
 
 
 class PeerBus(PeerMessage, frozen=True):

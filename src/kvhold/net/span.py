@@ -21,8 +21,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=60)]
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class SpanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    ...
+class SpanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True): ...
 
 
 class RelayWelcome(SpanMessage, frozen=True):

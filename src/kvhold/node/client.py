@@ -71,7 +71,7 @@ class NodeClient(DescribesChunks, OperatorCalls):
         """requires: packed requirements (`node/requirements.py`)
         revive:   starts a node before each attempt to rejoin
 
-        Raises NodeError: no node; NodeRefused: unmet requirements.
+        Raises NodeError: no node; NodeRefused.
         """
         self.path, self._config = path, config or ClientConfig()
         self.checks_memory = self._config.check_memory

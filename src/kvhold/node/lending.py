@@ -1,6 +1,6 @@
 """The leases of one follower's connection: frames that stay in place while it reads them.
 
-A lease ends when it is returned, after `timeout_s`, or with the connection. One event loop.
+Until returned, `timeout_s`, or the connection's end. One event loop.
 """
 
 import asyncio

@@ -95,14 +95,14 @@ class LoginServer(ABC):
 
     @abstractmethod
     def _welcome(self) -> msgspec.Struct:
-        """Return the answer to a client's login."""
+        """The answer to a login."""
 
     @abstractmethod
     async def _converse_with(self, stream: Stream) -> None:
-        """Serve a client until it leaves."""
+        """Until the client leaves."""
 
     def _note_refused(self, host: str, reason: str) -> None:  # noqa: B027 - only some need it
-        """Called with each client that is refused."""
+        ...
 
     async def _end(self, accepting: "asyncio.Task[None]") -> None:
         for task in (accepting, *self._conversations):

@@ -1,11 +1,7 @@
 """Publishes a node's chunks as KV cache events, over ZMQ and in vLLM's format.
 
-    publisher = RouterPublisher(config.events, Metrics())
-    publisher.start()
-    publisher.note(key, 0, True)        # any thread; never waits
-    publisher.describe(chunks)                  # from engines
-
-Changes wait in a queue without duplicates. If it is full, all is announced as removed, and chunks
+    Changes wait in a queue without duplicates. If it is full, all is announced as removed, and
+    chunks
 come back as they change. A slow subscriber misses batches (a gap in their numbers); the replay
 endpoint has the latest ones. One thread has the sockets and the ledger.
 """

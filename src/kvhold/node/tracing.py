@@ -1,7 +1,7 @@
 """Spans for an OpenTelemetry collector (docs/tracing.md). Imported only if they are on.
 
-One thread sends them, in batches. The number of waiting spans is bounded; more are dropped. The
-provider is kvhold's own, so an engine's tracing stays as it is.
+One thread sends them, in batches, from a bounded queue. The provider is kvhold's own, so an
+engine's tracing stays as it is.
 """
 
 import logging
@@ -106,7 +106,7 @@ class OtelTracer:
         return _OtelSpan(span) if span.is_recording() else None
 
     def _extract(self, headers: Mapping[str, str]) -> Context:
-        """The parent; an empty context if there is none, or a wrong one."""
+        """Empty if there is none, or a wrong one."""
         carrier = {
             name: text
             for name in _HEADERS
@@ -219,5 +219,4 @@ def _context_in(context: Context) -> SpanContext:
 
 
 def _wall_ns(at_s: float | None) -> int | None:
-    """Unix time of a reading of the monotonic clock."""
     return None if at_s is None else time.time_ns() + round((at_s - time.monotonic()) * 1e9)

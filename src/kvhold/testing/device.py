@@ -107,7 +107,7 @@ class FakeDevice:
             assert self.is_idle, "streams wait for each other"
 
     def _step(self, *, somebody_waits: bool = True) -> bool:
-        """Run one operation. Slow streams run only while a caller waits, after all others."""
+        """Slow streams run only while a caller waits, after all others."""
         if self._slow is None or self._random.random() < self._changes:
             engine, *lanes = self._streams
             one = self._random.choice(self._streams)

@@ -53,8 +53,7 @@ class PolicyContract(ABC):
     """Override `make_policy`."""
 
     @abstractmethod
-    def make_policy(self) -> Policy:
-        ...
+    def make_policy(self) -> Policy: ...
 
     def rank(self, known: Known) -> Any:
         """The lowest unique rank is evicted first. None: the order is not checked."""

@@ -206,8 +206,7 @@ class Learns(Protocol):
     """A tier that can evict as memory's policy has learnt (`policies/learned.py`)."""
 
     @property
-    def learns(self) -> bool:
-        ...
+    def learns(self) -> bool: ...
 
     def learn_from(self, worths: Worths) -> None:
         """Before any other call."""

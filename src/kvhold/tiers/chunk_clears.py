@@ -1,10 +1,8 @@
-"""Clears of single chunks in a tier: hidden at once, then deleted, with retries.
+"""Clears of single chunks in a tier: hidden at once, then deleted, with retries. Guard's loop.
 
 A chunk is named by its *last key*, that of its highest group and shard; clears include the lower
 ones. Deleted chunks are hidden until the deletion is sure: a shared tier may still apply a write
 whose answer was lost. A tier that cannot delete hides them until their namespace is cleared.
-
-Runs in the guard's loop.
 """
 
 import asyncio

@@ -48,8 +48,8 @@ class Clears:
 
         asked_s: see `KeepsClears.advance`
 
-        With a journal, the clear is then on the disk. Too many pending clears of a private tier become
-        one of everything. A read-only tier stays suppressed.
+        With a journal, the clear is then on the disk. Too many pending clears of a private tier
+        become one of everything. A read-only tier stays suppressed.
         """
         if (
             not self._guard.traits.shared

@@ -1,4 +1,4 @@
-"""The shared file system tier: values as files for many hosts.
+"""Values as files for many hosts.
 
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>                a value; hh is a byte of the key

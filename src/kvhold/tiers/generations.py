@@ -192,8 +192,8 @@ class GenerationTier:
     async def advance(self, prefix: bytes) -> bytes:
         """Begin the next generation of a namespace; an empty prefix means all.
 
-        Returns the name prefix of the old values. Raises TierError: the tier keeps no marker, or other
-        hosts were always first.
+        Returns the name prefix of the old values. Raises TierError: the tier keeps no marker, or
+        other hosts were always first.
         """
         space = prefix or ALL
         self.use(space)

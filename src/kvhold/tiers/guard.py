@@ -394,8 +394,8 @@ class Guard:
     async def run(
         self, call: TierCall[Result], work: Callable[[], Awaitable[Result]]
     ) -> TierError | None:
-        """Return the fault. A retryable one is retried once within the deadline, except in a put or a
-        replace.
+        """Return the fault. A retryable one is retried once within the deadline, except in a put or
+        a replace.
         """
         if not self.available:
             fault: TierError = TierUnavailable(

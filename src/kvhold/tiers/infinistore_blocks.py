@@ -71,8 +71,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """slot_bytes: of one request, a multiple of `block_bytes`
-    """
+    """slot_bytes: of one request, a multiple of `block_bytes`"""
 
     root: str
     block_bytes: int

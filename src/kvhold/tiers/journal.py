@@ -1,6 +1,4 @@
-"""A small file with the pending clears.
-
-The file is replaced in one step. Its lines, with tabs between the fields:
+"""A small file with the pending clears, replaced in one step. Its lines, with tabs between fields:
 
 - a clear: the tier's place, the keys' prefix in hex, or a chunk's last key (`chunk_clears.py`)
 - a generation: the tier's place, the namespace in hex, the number

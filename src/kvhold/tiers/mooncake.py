@@ -1,8 +1,7 @@
-"""The Mooncake tier: values in the memory of a Mooncake Store. RDMA is untested.
+"""Values in the memory of a Mooncake Store. RDMA is untested.
 
-**The client listens on all interfaces**, without authentication (0.3.13), so
-`allow_all_interfaces=true` is required. `delete` waits for the leases of readers, at most
-`delete_wait_s`.
+**The client listens on all interfaces**, without authentication (0.3.13): hence
+`allow_all_interfaces=true`. `delete` waits for readers' leases, at most `delete_wait_s`.
 """
 
 import asyncio

@@ -22,8 +22,7 @@ class NullTier:
             )
         return cls()
 
-    async def check(self) -> None:
-        ...
+    async def check(self) -> None: ...
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         return [None] * len(keys)
@@ -47,5 +46,4 @@ class NullTier:
         for key in keys:
             yield key
 
-    async def close(self) -> None:
-        ...
+    async def close(self) -> None: ...

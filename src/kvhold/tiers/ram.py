@@ -1,4 +1,4 @@
-"""The RAM tier: chunks in the arena, which readers use in place.
+"""Chunks in the arena, which readers use in place.
 
 A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned. Not
 evicted: entries that are pinned or being written, and the parents of those being written. A
@@ -32,8 +32,7 @@ _TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
 
 @dataclass(slots=True)
 class Wanted:
-    """parent: key of the prompt's previous chunk, of the same group and shard
-    """
+    """parent: key of the prompt's previous chunk, of the same group and shard"""
 
     key: bytes
     nbytes: int
@@ -397,8 +396,7 @@ class RamTier:
         """Running lookups begin again: entries were cleared one by one."""
         self._epoch += 1
 
-    async def check(self) -> None:
-        ...
+    async def check(self) -> None: ...
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         return [entry.nbytes if (entry := self.find(key)) else None for key in keys]

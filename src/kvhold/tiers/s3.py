@@ -1,4 +1,4 @@
-"""The S3 tier: values as objects of a bucket, in AWS, Ceph, MinIO, R2 and others.
+"""Values as objects of a bucket, in AWS, Ceph, MinIO, R2 and others.
 
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. A HEAD instead, with
   `put_if_absent=false` or from `multipart_bytes` on: the last concurrent writer wins.

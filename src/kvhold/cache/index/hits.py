@@ -1,5 +1,5 @@
-"""Full attention needs all chunks, sliding attention those of the last `window` tokens, a state group
-the last chunk only. Pure.
+"""Full attention needs all chunks, sliding attention those of the last `window` tokens, a state
+group the last chunk only. Pure.
 """
 
 from collections.abc import Callable, Sequence

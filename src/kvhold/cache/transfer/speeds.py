@@ -129,7 +129,7 @@ class TierSpeed:
         return most < _ALIKE * least and nbytes > _ALIKE * most
 
     def _byte_s(self, call_s: float, byte_s: float) -> float:
-        """Of concurrent calls to a new tier, the first ends late and the others right after it."""
+        """Of concurrent calls to a new tier, the first ends late, the others right after it."""
         piece = self._piece
         if piece is None or not piece.nbytes or not self._is_new:
             return byte_s

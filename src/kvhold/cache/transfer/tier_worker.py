@@ -1,6 +1,6 @@
 """Moves chunks between arena and tiers: probes, reads, writes behind, clears.
 
-A thread with its own event loop. `submit` never blocks; results reach the state through `post`,
+A thread with its own event loop. `submit` never blocks. Results reach the state through `post`,
 under its lock or in its loop.
 """
 

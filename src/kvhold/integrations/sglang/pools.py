@@ -1,6 +1,4 @@
-"""Find a page in SGLang's pools, and copy it to and from a chunk.
-
-Plain KV (MHA, MLA) becomes canonical chunks. Other pages are opaque bytes, if SGLang can flatten
+"""Plain KV (MHA, MLA) becomes canonical chunks. Other pages are opaque bytes, if SGLang can flatten
 them completely. A pool's class must match exactly. Threads must not write the same pages.
 """
 
@@ -33,8 +31,7 @@ _FIELD_OF = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 class Pages(Protocol):
     @property
-    def layout(self) -> Layout:
-        ...
+    def layout(self) -> Layout: ...
 
     @property
     def identity(self) -> str:
@@ -49,20 +46,20 @@ class Pages(Protocol):
     def gather(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
         """ABSENT chunks are left out."""
 
-    def scatter(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
-        ...
+    def scatter(self, ids: Int64s, buffer: Bytes, places: Places) -> None: ...
 
     def takes_flat(self, page: object) -> bool:
         """Whether it can be read and written."""
 
-    def gather_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
-        ...
+    def gather_flat(
+        self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places
+    ) -> None: ...
 
-    def scatter_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
-        ...
+    def scatter_flat(
+        self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places
+    ) -> None: ...
 
-    def new_flat(self) -> "torch.Tensor":
-        ...
+    def new_flat(self) -> "torch.Tensor": ...
 
 
 def host_pages(pool: Any, *, kv_dtype: str, threads: int) -> Pages:

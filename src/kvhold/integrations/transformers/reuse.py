@@ -1,7 +1,7 @@
-"""Generate and forward with KV from the cache: `Reuse(model, cache)`.
+"""`Reuse(model, cache)`: generate and forward with KV from the cache.
 
-A prompt's last token is always computed, for its logits. The constructor raises errors; later
-faults are logged, and the model computes. One `Reuse` per thread.
+A prompt's last token is always computed, for its logits. The constructor raises; later faults are
+logged, and the model computes. One `Reuse` per thread.
 """
 
 import logging

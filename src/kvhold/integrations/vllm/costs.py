@@ -1,7 +1,7 @@
-"""Measure this engine's costs of computing and loading.
+"""This engine's costs of computing and loading.
 
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
-in a step. Any thread may call `cost`, `compute_s` and `prepare`; the scheduler's calls the rest.
+in a step. Any thread may call `cost`, `compute_s` and `prepare`, the scheduler's the rest.
 """
 
 import time
@@ -31,9 +31,7 @@ class Took:
 
 @dataclass
 class _Step:
-    """A step that is measured.
-
-    quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no
+    """quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no
                 prompt. After one measurement, the first cost gets all the time
     done:       requests whose prompts are complete after the step
     """

@@ -1,9 +1,9 @@
 """Publish the cache's contents as vLLM's KV cache events, for routers.
 
-Routers match by vLLM's block hashes, which are known only while a request exists. So each chunk
-that a request stores or finds is *described*. It is *announced* while all its shards are in memory.
+Routers match by vLLM's block hashes, which exist only with a request. So each chunk that a request
+stores or finds is *described*, and *announced* while all its shards are in memory.
 
-`take` runs on the scheduler's thread and never waits. The rest runs on the lookup thread.
+`take` runs on the scheduler's thread and never waits, the rest on the lookup thread.
 """
 
 import logging

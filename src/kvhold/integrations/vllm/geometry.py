@@ -75,7 +75,9 @@ class Geometry:
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """A hit may cover the prompt's last token, which is computed again: not with states and windows."""
+        """A hit may cover the prompt's last token, which is computed again: not with states and
+        windows.
+        """
         return all(part.group.attention == "full" for part in self.parts)
 
     def held_by(self, rank: int) -> range:

@@ -1,8 +1,7 @@
-"""Prefill and decode on two engines: read and answer a request's `kv_transfer_params`.
+"""Prefill and decode on two engines: a request's `kv_transfer_params`.
 
-Of the parameters of vLLM's NixlConnector and p2p tier, ids, hosts and block numbers are neither
-read nor sent (docs/decisions/0037). `wait_for` runs on the lookup thread, the rest on the
-scheduler's.
+Of vLLM's NixlConnector and p2p tier, ids, hosts and block numbers are neither read nor sent
+(docs/decisions/0037). `wait_for` runs on the lookup thread, the rest on the scheduler's.
 """
 
 import logging

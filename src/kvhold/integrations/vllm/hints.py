@@ -1,7 +1,7 @@
 """Carry out the hints of requests, and answer each (docs/hints.md).
 
-A hint is carried out on the lookup thread, on its request's own prompt. `demote` waits for the request's end. Answers go back with the request's last output. A hint
-never fails a request, nor delays its end.
+A hint is carried out on the lookup thread, on its request's own prompt; `demote` after the request.
+Answers go back with the request's last output. A hint never fails a request, nor delays its end.
 """
 
 import logging
@@ -42,9 +42,7 @@ _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPE
 
 @dataclass(eq=False)
 class _HintedRequest:
-    """A request with hints, or a turn of a session.
-
-    answered: at its arrival
+    """answered: at its arrival
     pending:  to be carried out by `work`
     prompt:   set by `work`; None: not named
     """

@@ -1,6 +1,4 @@
-"""Look up prompts in the cache, in the scheduler's process.
-
-The lookup thread hashes a prompt on arrival. It looks the prompt up only when the scheduler asks: a
+"""The lookup thread hashes a prompt on arrival, and looks it up only when the scheduler asks: a
 queued request pins nothing. A scheduling pass waits `_PATIENCE_S` for all its lookups together. A
 late or failed lookup is a miss. If the node is lost, a lookup waits for the next one, at most as
 long as computing takes.

@@ -1,8 +1,8 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
-vLLM's own caches go by an identifier that a client may choose. After an identifier has stood for
-two contents, vLLM may compute one with the other's KV, so its later requests are not stored. vLLM
-leaves out content that this process had under the same identifier; then that counts.
+vLLM's own caches use an identifier that a client may choose. After two contents of an identifier,
+vLLM may compute one with the other's KV, so its later requests are not stored. vLLM leaves out
+content that this process had under the same identifier; then that counts.
 """
 
 import threading
@@ -24,8 +24,7 @@ _SEVERAL = b""
 _IN_SHARED_MEMORY = {"address", "signature"}
 
 
-class MediaError(Exception):
-    ...
+class MediaError(Exception): ...
 
 
 class Media:

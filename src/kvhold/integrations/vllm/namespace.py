@@ -118,7 +118,9 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRu
 def prompt_of(
     namespace: Namespace, request: "Request", rules: RequestRules, adapters: Adapters, media: Media
 ) -> Prompt | str:
-    """The prompt, or why its KV cannot be named. Call it for every request, in the order of arrival."""
+    """The prompt, or why its KV cannot be named. Call it for every request, in the order of
+    arrival.
+    """
     inserts = _inserts_of(request, media)
     lora = ""
     if request.lora_request is not None:

@@ -64,9 +64,9 @@ class SchedulerSide:
         num_hosts: int = 1,
     ) -> None:
         """num_hosts: of the workers by the settings; several need `use_hosts`
-        loads: whether hits may be loaded; vLLM protects freed blocks from running passes only for
-            loads that it knows
-        stores_plain: whether KV without an adapter can be trusted
+        loads: hits may be loaded; vLLM protects freed blocks from running passes only for loads
+            that it knows
+        stores_plain: KV without an adapter can be trusted
         """
         self._config = config
         self._may_store = stores
@@ -215,7 +215,9 @@ class SchedulerSide:
             self.hints.arrived(request, None, stores=False)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
-        """The tokens to load after `computed_tokens` (None: ask again), and whether outside the passes."""
+        """The tokens to load after `computed_tokens` (None: ask again), and whether outside the
+        passes.
+        """
         request_state = self._request_states.get(request.request_id)
         if request_state is None:
             return 0, False
@@ -324,8 +326,8 @@ class SchedulerSide:
     def finished(
         self, request: "Request", tables: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """True: keep the blocks until the last tokens are stored. The second value is for the engine
-        that decodes, or None.
+        """True: keep the blocks until the last tokens are stored. The second value is for the
+        engine that decodes, or None.
         """
         request_state = self._request_states.pop(request.request_id, None)
         if request_state is None:

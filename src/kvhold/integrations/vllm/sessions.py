@@ -1,7 +1,7 @@
-"""The latest turns of sessions, and which older turn a newer one supersedes.
+"""The latest turns of sessions, and the older turns that they supersede. No I/O, one thread.
 
-A newer turn continues an older one of its session if they share at least half of the older turn's
-whole chunks. Others are branches, such as a subagent's. No I/O, one thread.
+A newer turn continues an older one if they share at least half of the older turn's whole chunks.
+Others are branches, such as a subagent's.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,5 @@
-"""The set-ups that real vLLM engines ran on a GPU, with all loaded bytes and tokens equal (docs/gpu.md).
+"""The set-ups that real vLLM engines ran on a GPU, with all loaded bytes and tokens equal
+(docs/gpu.md).
 
 Anything else on a GPU needs `allow_unproven`.
 """

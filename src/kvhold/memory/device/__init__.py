@@ -89,9 +89,7 @@ def sum_threads() -> int:
 def proven_copier_for(
     device: str, *, threads: int, cache: Cache, allow_unproven: bool, shown_on_nvidia: bool = False
 ) -> Copier:
-    """Make a device's copier, and check its copies.
-
-    shown_on_nvidia: the caller's copies were shown to be exact on an NVIDIA GPU
+    """shown_on_nvidia: the caller's copies were shown to be exact on an NVIDIA GPU
 
     Raises DeviceError, and LayoutError: no streams, a failed check, or an unproven device, unless
     `allow_unproven`.

@@ -1,4 +1,4 @@
-"""The copier of a device: copies go through a ring of device memory, or directly.
+"""Copies go through a ring of device memory, or directly.
 
     store:  blocks --kernel--> ring --copy engine--> arena     # large pieces, ring full: directly
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces

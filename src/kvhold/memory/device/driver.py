@@ -25,8 +25,7 @@ class DeviceEvent(Protocol):
     def fired(self) -> bool:
         """The stream has reached this point."""
 
-    def wait(self) -> None:
-        ...
+    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True)

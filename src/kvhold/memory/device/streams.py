@@ -116,8 +116,7 @@ class TorchDriver:
             f"kvhold does not know how to register host memory with {self.device.type}"
         )
 
-    def unpin(self, address: int) -> None:
-        ...
+    def unpin(self, address: int) -> None: ...
 
     def _copy(self, lane: Lane, copies: Copies) -> None:
         for host, device, nbytes in zip(

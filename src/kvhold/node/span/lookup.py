@@ -24,8 +24,7 @@ _MOST_ROUNDS = 4  # of asking again
 
 
 class SpanHit(Hit):
-    """tickets: by host, to claim the hit there; empty: a miss
-    """
+    """tickets: by host, to claim the hit there; empty: a miss"""
 
     def __init__(self, lookup: "_Lookup") -> None:
         super().__init__(

@@ -45,8 +45,7 @@ class FoundValue:
     used_ns: int
 
 
-class FileLeft(OSError):
-    ...
+class FileLeft(OSError): ...
 
 
 class Folder:

@@ -1,9 +1,7 @@
 """The values of one folder, and the exact number of their bytes.
 
-    planned = index.reserve(key, written_ns, nbytes)  # a place and its victims; None: no room
-    index.commit(planned.entry, occupied_bytes)  # now visible; or index.abandon(planned.entry)
-    index.take(entry)  # no longer found
-    index.finish(entry)  # its file was removed; or index.restore(entry): the removal failed
+    reserve (with victims) -> commit (now visible) / abandon
+    take (no longer found) -> finish (its file was removed) / restore (the removal failed)
 
 `used_bytes` includes files being written, removed or read. An *orphan* is a file that could not be
 removed and that no entry refers to.

@@ -1,7 +1,7 @@
 """One folder of kvhold: temporary files in `new/`, complete files elsewhere.
 
-Names are relative to a descriptor of the folder, and no link below it is followed. Every call
-blocks, and raises OSError. None may overlap `close`.
+Names are relative to the folder's descriptor, and no link below it is followed. Every call blocks,
+and raises OSError. None may overlap `close`.
 """
 
 import ctypes

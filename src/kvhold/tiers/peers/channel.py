@@ -1,7 +1,7 @@
-"""How chunks come from one peer's memory: by NIXL where that is faster, else over TCP.
+"""Chunks from one peer's memory: by NIXL where that is faster, else over TCP.
 
-The peer lends chunks (`net/peers.py`), which this node reads and returns. After any fault, chunks
-come over TCP for a while. One event loop.
+The peer lends chunks (`net/peers.py`), which this node reads and returns. After any fault, TCP is
+used for a while. One event loop.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Follows one peer: a snapshot, then its changes, into the index (docs/peers.md).
 
-After a lost connection or a gap, it goes on with the next change if the peer still has it, else
-with a snapshot.
+After a lost connection or a gap: the next change if the peer still has it, else a snapshot.
 """
 
 import asyncio

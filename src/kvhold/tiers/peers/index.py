@@ -31,8 +31,7 @@ class PeerChunk(NamedTuple):
 
 
 class IndexPart(NamedTuple):
-    """digests, sizes: joined, DIGEST_BYTES each, little-endian
-    """
+    """digests, sizes: joined, DIGEST_BYTES each, little-endian"""
 
     digests: bytes
     sizes: bytes

@@ -1,4 +1,4 @@
-"""The tier of peers: the chunks of other nodes (docs/peers.md).
+"""The chunks of other nodes (docs/peers.md).
 
 Each peer is followed, so a probe sends nothing. A peer's chunks are found only if it has made this
 host's clears (`clear_numbers.py`).

@@ -288,8 +288,7 @@ class ChainPolicy(ABC):
         return len(self._chunks)
 
     @abstractmethod
-    def _inserted(self, chunk: Chunk) -> None:
-        ...
+    def _inserted(self, chunk: Chunk) -> None: ...
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
         pass

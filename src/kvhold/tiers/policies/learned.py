@@ -1,10 +1,9 @@
 """Evicts the chunk with the lowest worth, learnt from the times between uses (docs/eviction.md).
 
-Only the oldest leaf of each kind and value is compared. `ghosts.py` remembers evicted and missing
-chunks.
+Only the oldest leaf of each kind and value is compared. `ghosts.py` has evicted and missing chunks.
 
-The chunks of a prompt with equal pasts are a *run*, in all groups and shards. Only one chunk of
-each run, the *sample*, is counted, or a few long prompts would determine the counts.
+A prompt's chunks with equal pasts are a *run*, in all groups and shards. Only one chunk of a run,
+the *sample*, is counted, or a few long prompts would determine the counts.
 """
 
 import time

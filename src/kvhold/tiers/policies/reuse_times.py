@@ -1,4 +1,4 @@
-"""Learns after how long chunks are used again, for each kind of chunk (docs/eviction.md).
+"""After how long chunks are used again, for each kind of chunk (docs/eviction.md). Pure.
 
 Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
 age: intervals between two uses that reached the bucket, and that ended there. A *factor* says how
@@ -6,7 +6,7 @@ much a use of a chunk saves, and multiplies the probability.
 
 For a new chunk, the time h of a worth is at least the end of the first bucket.
 
-A disk's thread may read its `Worths` while memory's thread calls `ReuseTimes`. Pure.
+A disk's thread may read its `Worths` while memory's thread calls `ReuseTimes`.
 """
 
 from bisect import bisect_right

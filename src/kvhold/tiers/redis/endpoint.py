@@ -37,8 +37,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Login:
-    """primary_only: refuse a server that is not a primary
-    """
+    """primary_only: refuse a server that is not a primary"""
 
     username: str = ""
     password: str = ""

@@ -1,4 +1,4 @@
-"""Values stored in parts, in the format of `split.py`.
+"""Values in parts, in the format of `split.py`.
 
 A put uploads the parts, writes the head, which makes the value visible, and then removes their
 expiry in one transaction, if the head is still there: an interrupted put expires. With a time to

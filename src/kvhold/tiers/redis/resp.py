@@ -43,8 +43,7 @@ Reply: TypeAlias = int | bytes | ErrorReply | list["Reply"] | None
 
 
 class RedisCall(Exchange):
-    """name: the command's key, which decides the server
-    """
+    """name: the command's key, which decides the server"""
 
     def __init__(
         self,

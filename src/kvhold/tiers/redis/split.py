@@ -1,7 +1,6 @@
 """Values too large for one string: parts, and a head under the value's name, written last.
 
- A value that looks like a head is stored in parts. A
-nonce in part names keeps two writers apart.
+A value that looks like a head is stored in parts. A nonce in part names keeps two writers apart.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The Redis tier: chunks in Redis or Valkey; one server, one behind Sentinel, or a cluster.
+"""Redis or Valkey: one server, one behind Sentinel, or a cluster.
 
 Only primaries are used. Needs Redis 6.2 or later, and a user with these commands on the keys of the
 prefix: get, getrange, strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan,

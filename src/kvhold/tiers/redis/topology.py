@@ -30,8 +30,7 @@ class Topology(Protocol):
     def moved(self, name: bytes, reply: ErrorReply, by: RedisEndpoint) -> RedisEndpoint | None:
         """The server of a MOVED or ASK reply of `by`; None: it is invalid."""
 
-    def close(self) -> None:
-        ...
+    def close(self) -> None: ...
 
 
 class Single:
@@ -73,8 +72,7 @@ class Discovered(ABC):
         self._keep(())
 
     @abstractmethod
-    async def _discover(self) -> None:
-        ...
+    async def _discover(self) -> None: ...
 
     async def _learn(self) -> None:
         if not self._known:

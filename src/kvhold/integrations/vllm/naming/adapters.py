@@ -1,11 +1,11 @@
 """Name a request's LoRA adapter by the content of its files.
 
 vLLM loads adapters without telling the connector (docs/decisions/0022). Its prefix cache identifies
-an adapter by name and path, its image embeddings by the name. After these have had two contents,
-the adapter is not cached until the engine restarts.
+an adapter by name and path, its image embeddings by the name. After two contents of these, the
+adapter is not cached until the engine restarts.
 
-Files older than the engine had one content. For newer files, the workers compare the name with
-their loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
+Files older than the engine had one content. For newer ones, the workers compare the name with their
+loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
 """
 
 import logging
