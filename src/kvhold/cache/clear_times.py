@@ -1,6 +1,6 @@
 """When namespaces were last cleared, for the hosts of one engine to compare (`node/span.py`).
 
-Nanoseconds; they increase even if the clock was set back.
+Nanoseconds; they increase even if the clock was set back. No I/O.
 """
 
 _MOST_NAMESPACES = 4096  # forgetting one costs another clear

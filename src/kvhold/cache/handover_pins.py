@@ -37,9 +37,8 @@ class HandoverEnd(StrEnum):
 
 @dataclass(eq=False)
 class _Prompt:
-    """names:  of its chunks and its tail
-    last:   of its last whole chunk
-    unsent: keys of that chunk which another host needs, and has not read
+    """last:   name of the last whole chunk
+    unsent: its keys that another host needs, and has not read
     due_s:  its deadline
     """
 

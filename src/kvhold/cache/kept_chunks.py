@@ -108,9 +108,7 @@ class KeptChunks(Generic[Keeper]):
 
 
 def stored_names(query: Query, most: int) -> list[bytes]:
-    """Return the first `most` names of a prompt, each once: whole chunks, then the longest tail,
-    which engines store.
-    """
+    """Each once: whole chunks, then the longest tail, which engines store. most: names"""
     num_whole = len(query.hashes) // HASH_BYTES
     names = [name for _, name in islice(chunk_names(query), most)]
     if names and len(names) == num_whole < most:

@@ -168,7 +168,7 @@ class Leases:
         first_chunk: int,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> Turns[ClaimAnswer]:
-        """rows:      `[group][chunk]`, from the hit's first chunk on
+        """rows:      `[group][chunk]`, from the hit's first chunk on; a copy would take long
         num_tokens: from `first_chunk` on
         may_go_on:  False ends the lease early, because the caller no longer pins the rest
         """

@@ -5,7 +5,7 @@ from kvhold.core.rules import request_rules
 
 
 def loss_warning(codec: str, rules: RulesConfig) -> str | None:
-    """Return why a tier's codec encodes no chunk stored under `rules`, or None."""
+    """Why the codec encodes no chunk stored under `rules`."""
     if not is_lossy(codec) or request_rules(None, rules).store_options.allows_loss:
         return None
     return (

@@ -105,7 +105,7 @@ class Reservations:
         *,
         groups: bytes | None = None,
     ) -> Turns[list["array[int]"]]:
-        """Return offsets, `[group][chunk]`. Raises ProtocolError, LayoutError."""
+        """Offsets, `[group][chunk]`. Raises ProtocolError, LayoutError."""
         layout, store_options = reservation.layout, reservation.store_options
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):

@@ -66,6 +66,7 @@ def new_state(
     *,
     numa_nodes: Sequence[int] = (),
 ) -> "CacheState":
+    """Raises ConfigError."""
     if config.policy_for != "tokens" and config.policy != "learned":
         raise ConfigError(
             f"policy_for = {config.policy_for!r} needs policy = 'learned', not {config.policy!r}"
@@ -348,7 +349,7 @@ class CacheState:
         self._clear(prefix, learned=True)
 
     def reencode(self, owner: Owner, request: ReencodeRequest) -> int:
-        """Begin a re-encoding. Raises ConfigError, LayoutError, ProtocolError."""
+        """Raises ConfigError, LayoutError, ProtocolError."""
         if request.query is not None:
             check_query(self.layout(request.query.layout), request.query)
         number = next(self._numbers)
@@ -356,7 +357,7 @@ class CacheState:
         return number
 
     def copy(self, owner: Owner, request: CopyRequest) -> int:
-        """Begin a copy from memory to a tier. Raises ConfigError, LayoutError, ProtocolError."""
+        """Raises ConfigError, LayoutError, ProtocolError."""
         layout = self.layout(request.query.layout)
         num_keys = check_query(layout, request.query)
         number = next(self._numbers)
@@ -416,7 +417,7 @@ class CacheState:
         return self._writes.mark
 
     def all_done(self, mark: int) -> bool:
-        """Whether every write up to `mark` and every clear has ended."""
+        """Every write up to `mark` and every clear has ended."""
         return not self._clears and not self.prompt_clears and self._writes.all_done(mark)
 
     def status(self) -> StateStatus:

@@ -26,7 +26,7 @@ class Codec(Protocol):
         """Whether the codec can encode this group. If not, `lossless` encodes it."""
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """Return the largest size of an encoded layer, in bytes."""
+        """Of an encoded layer, in bytes."""
 
     def encode(
         self,
@@ -38,7 +38,7 @@ class Codec(Protocol):
         layer: int,
         num_tokens: int,
     ) -> int:
-        """Encode one layer. Return the number of bytes.
+        """One layer; returns the bytes.
 
         plain: the layer as in the arena; read only
         out:   `max_size` bytes
@@ -54,7 +54,7 @@ class Codec(Protocol):
         layer: int,
         num_tokens: int,
     ) -> None:
-        """Decode one layer into all of `out`.
+        """One layer, into all of `out`.
 
         For bytes that `encode` cannot write, raise FrameError("length") or write arbitrary values,
         in bounded memory and time.

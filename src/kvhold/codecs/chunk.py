@@ -1,4 +1,4 @@
-"""A packing that the codec does not accept becomes canonical, where possible. The GIL is released."""
+"""A packing that the codec does not accept becomes canonical, where possible. Releases the GIL."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,9 +141,7 @@ def unframe_chunk(
     first_token: int | None = None,
     find: FindCodec = find_codec,
 ) -> FrameHeader:
-    """Check and decode a whole frame.
-
-    into: `layout.chunk_bytes(group, num_tokens)` bytes; undefined after a FrameError
+    """into: `layout.chunk_bytes(group, num_tokens)` bytes; undefined after a FrameError
 
     Raises FrameError, and ValueError for an `into` of the wrong size.
     """

@@ -150,7 +150,7 @@ def encode_header(header: FrameHeader) -> bytes:
 
 
 def read_size(prefix: Buffer) -> FrameSize:
-    """Return the sizes from a frame's first PREFIX_BYTES. Raises FrameError."""
+    """prefix: a frame's first PREFIX_BYTES. Raises FrameError."""
     if len(prefix) < PREFIX_BYTES:
         raise FrameError("length", f"{len(prefix)} bytes; a frame begins with {PREFIX_BYTES}")
     magic, version, flags, header_bytes, payload_bytes = _PREFIX.unpack_from(prefix)

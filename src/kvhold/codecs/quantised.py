@@ -46,7 +46,7 @@ class LayerShape:
 
 
 class Quantised(ABC):
-    """No decoded value becomes infinite.
+    """For KV of tokens in bfloat16, float16 and float32. No decoded value becomes infinite.
 
     A layer is stored unchanged if an element is not finite, or if it would not shrink.
     """

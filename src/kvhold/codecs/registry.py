@@ -42,9 +42,9 @@ def codec_names() -> tuple[str, ...]:
 
 
 def make_codec(name: str) -> Codec:
-    """Return the process's object. The first use on a machine may compile for half a minute.
+    """The process's object. The first use on a machine may compile for half a minute.
 
-    Raises ConfigError if the codec is unknown or cannot be loaded.
+    Raises ConfigError: unknown, or cannot be loaded.
     """
     check_codec(name)
     return _instance(name)

@@ -329,10 +329,10 @@ class Cache(Protocol):
         """
 
     def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
-        """Bytes registered with a device on NUMA node `numa_node`."""
+        """Report the arena bytes that are registered with a device on NUMA node `numa_node`."""
 
     def register(self, namespace: Namespace) -> None:
-        """Before other calls about the namespace or its layout."""
+        """Make a namespace and its layout known, before other calls about it."""
 
     def lookup(
         self,

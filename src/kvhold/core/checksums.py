@@ -1,6 +1,7 @@
-"""Checksums of chunks in memory, taken by the writer, checked by each reader.
+"""Checksums of chunks in memory: xxh3_64 per layer, as in a raw frame, against accidents, not
+forgery.
 
-xxh3_64 per layer, as in a raw frame, against accidents, not forgery.
+The writer takes them, each reader checks.
 """
 
 import struct

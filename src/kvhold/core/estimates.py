@@ -108,7 +108,7 @@ def fit(
     weights: npt.NDArray[np.float64],
     subsets: list[tuple[int, ...]],
 ) -> npt.NDArray[np.float64]:
-    """Return costs [quantities], none negative, by least weighted relative errors.
+    """Costs [quantities], none negative, by least weighted relative errors.
 
     rows:             [n, quantities]
     seconds, weights: [n]

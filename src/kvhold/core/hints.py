@@ -1,9 +1,5 @@
 """Hints of a request about KV, from three kinds of messages (docs/hints.md).
 
-    read = read_hints(request.kv_hints, request.kv_transfer_params, request.session_id)
-    read.hints        # to be carried out
-    read.refused      # unreadable hints, as answers
-
 Nothing raises: a bad hint is refused with its field and the reason.
 """
 

@@ -237,7 +237,7 @@ def budget_tags(store_options: StoreOptions) -> tuple[tuple[str, str], ...]:
 
 
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Return contiguous int32. Raises ValueError unless it is one axis of 32-bit integers."""
+    """Contiguous int32. Raises ValueError: more axes, or no 32-bit integers."""
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
         with suppress(TypeError, OverflowError):
             # three times as fast as signed, four times as fast as numpy

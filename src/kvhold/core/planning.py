@@ -49,7 +49,7 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
-    """How long a lookup waits for chunks of a prefill engine.
+    """For chunks of a prefill engine.
 
     timeout_s: the longest wait
     grace_s:   the longest wait until the other engine announces them

@@ -1,5 +1,3 @@
-"""Why a hit ends where it ends, for `Hit.reason`, metrics and the wire."""
-
 from enum import StrEnum
 
 

@@ -13,7 +13,7 @@ Settings = TypeVar("Settings")
 
 
 def size(default: int, help: str) -> Any:
-    """Return a field that also accepts "5GiB"."""
+    """Accepts "5GiB", too."""
     return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
 
 
@@ -48,7 +48,7 @@ def setting(
 def apply(
     config: Settings, values: Mapping[str, Any], *, source: str, spell: Any = None, path: str = ""
 ) -> Settings:
-    """Return `config` with `values`. spell: turns a dotted name into the source's spelling."""
+    """spell: turns a dotted name into the source's spelling"""
     spell = spell or (lambda name: name)
     types = get_type_hints(type(config))
     known = {f.name: f for f in fields(config)}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Facts about machine and libraries that change the last bits of KV."""
+"""Only facts that change the last bits of KV."""
 
 import os
 import platform

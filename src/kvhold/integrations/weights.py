@@ -89,8 +89,8 @@ def adapter_places(folder: str) -> list[Path]:
 
 
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
-    """Name the hub code, except `model` at its own revision. Raises LayoutError: code outside the
-    local hub cache.
+    """Hub code, except `model` at its own revision. Raises LayoutError: code outside the local
+    cache.
     """
     found = set()
     for repository, file in _code_files(auto_map):

@@ -74,14 +74,14 @@ def scatter(
     sums: Sums | None = None,
     worker: Worker | None = None,
 ) -> None:
-    """Copy chunks into rows, as `gather`. sums: of all bytes of the layers, after the copy"""
+    """As `gather`. sums: of all bytes of the layers, after the copy"""
     if not plan.view.writable:
         raise ValueError("scatter would write a view of read-only tensors")
     _copy(plan, layers, False, threads, sums, worker)
 
 
 def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
-    """Load or compile the code, which takes up to seconds."""
+    """Takes up to seconds."""
     worker = _chosen(device.partition(":")[0], True)
     _load(worker)
     if _imports("numba"):

@@ -59,7 +59,7 @@ def histogram(plane: Bytes) -> Counts:
 
 
 def channel_sums(plane: Bytes, width: int) -> Counts:
-    """Sum the columns of `plane` as [n / width, width]."""
+    """As [n / width, width]."""
     assert plane.size % width == 0
     sums = np.zeros(width, np.int64)
     _channel_sums(plane, sums)

@@ -25,7 +25,7 @@ def num_segments(symbols: int, width: int) -> int:
 
 
 def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple[Words, Counts]:
-    """All words, and the words per segment, int64 [segments].
+    """As `numba_rans.encode`.
 
     symbols, kinds: [rows * width]
     freq:           [kinds, 256], each row of sum SCALE; not 0 for a symbol that occurs

@@ -33,5 +33,5 @@ START = (
 
 
 def words_of_secret(at: int, count: int = 8) -> tuple[int, ...]:
-    """`count` 64-bit words from byte `at` on."""
+    """64-bit, from byte `at` on."""
     return unpack(f"<{count}Q", SECRET[at : at + 8 * count])

@@ -49,8 +49,7 @@ class Transfer(Protocol):
 
 
 class Stage(Protocol):
-    def delay(self, seconds: float) -> None:
-        """Keep the engine's stream busy."""
+    def delay(self, seconds: float) -> None: ...
 
     def late_mark(self, seconds: float) -> Mark:
         """In another, busy stream."""
@@ -58,8 +57,7 @@ class Stage(Protocol):
     def drain(self) -> None:
         """Wait until the engine's stream is empty."""
 
-    def compute(self, work: Callable[[], None]) -> None:
-        """Put work on the engine's stream."""
+    def compute(self, work: Callable[[], None]) -> None: ...
 
 
 class Copier(Protocol):

@@ -25,7 +25,7 @@ def network_of(host: str) -> str:
 
 
 def split_address(text: str, where: str) -> tuple[str, int]:
-    """Return host and port. where: source of the text, for errors. Raises ConfigError."""
+    """(host, port). where: source of the text, for errors. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

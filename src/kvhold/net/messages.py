@@ -304,7 +304,7 @@ class ClearPrompt(Message, frozen=True):
 
 
 class LastClear(Message, frozen=True):
-    """-> Done, count: nanoseconds of a namespace's last clear; 0: never"""
+    """Nanoseconds; 0: never. -> Done, count"""
 
     namespace: bytes
 
@@ -467,7 +467,7 @@ class Departed(Message, frozen=True):
 
 
 class Kick(Message, frozen=True):
-    """End one client, or a process's clients; 0: not given. -> ClientList"""
+    """0: not given. pid: all clients of the process. -> ClientList"""
 
     number: int = 0
     pid: int = 0

@@ -80,7 +80,7 @@ class Splitter:
         self._pending = bytearray()
 
     def feed(self, data: Bytes) -> Iterator[bytes]:
-        """Yield complete bodies. Raises ProtocolError: a forbidden length."""
+        """Complete bodies. Raises ProtocolError: a forbidden length."""
         if self._pending:
             self._pending += data
         whole = self._pending or data

@@ -1,4 +1,4 @@
-"""The clients of this process. After a fork, the child gives them new locks."""
+"""After a fork, the child gives this process's clients new locks."""
 
 import os
 from typing import TYPE_CHECKING

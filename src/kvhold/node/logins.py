@@ -28,7 +28,7 @@ class Logins(Generic[Connection]):
         return len(self._network_of)
 
     def add(self, connection: Connection, network: str) -> Connection | None:
-        """The connection to close."""
+        """Return the connection to close."""
         victim = None
         own = self._networks.get(network, {})
         if len(own) >= self._most_of_network:

@@ -58,7 +58,7 @@ class PeerFeed:
         numbers.watch = self.note_cleared
 
     def start(self) -> None:
-        """Number changes in the running loop. Before, they queue."""
+        """In the running loop. Before, changes queue."""
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._number_notes)
 
@@ -102,7 +102,7 @@ class PeerFeed:
         return self._size(digest_of(key))
 
     async def wait(self, number: int) -> None:
-        """Wait for at most `BEAT_S`."""
+        """At most `BEAT_S`."""
         if number == self.number:
             self._changed.clear()
             # Python 3.11's `wait_for` swallows a cancellation that comes with the change

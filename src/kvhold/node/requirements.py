@@ -36,7 +36,7 @@ def unpack(packed: bytes) -> Requirements:
 
 
 def check(required: Requirements, offered: Requirements) -> tuple[str, ...]:
-    """Return differences to warn of. Raises NodeError: do not join."""
+    """Differences to warn of. Raises NodeError: do not join."""
     missing: Missing = compare(required, offered)
     fatal = missing.refused + (missing.different if required.refuse else ())
     if fatal:

@@ -24,10 +24,7 @@ def import_zmq() -> Any:
 
 
 def bind_endpoint(made: Any, address: str, where: str, *, insecure: bool) -> str:
-    """Bind a ZMQ socket and return its address. where: the setting.
-
-    Raises ConfigError, NodeError.
-    """
+    """Return its address. where: the setting. Raises ConfigError, NodeError."""
     zmq = import_zmq()
     if address.startswith(_IPC):
         path = _socket_path(address, where)

@@ -1,5 +1,3 @@
-"""The node's side of one client, as a state machine without I/O."""
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar

@@ -1,5 +1,3 @@
-"""Join this host's node, or start it: `connect()`."""
-
 import fcntl
 import logging
 import os

@@ -219,4 +219,5 @@ def _context_in(context: Context) -> SpanContext:
 
 
 def _wall_ns(at_s: float | None) -> int | None:
+    """Unix time of a reading of the monotonic clock."""
     return None if at_s is None else time.time_ns() + round((at_s - time.monotonic()) * 1e9)

@@ -1,4 +1,4 @@
-"""A waiting process that restarts a killed node at once. Its lock keeps engines from starting one."""
+"""Restarts a killed node at once. Its lock keeps engines from starting one."""
 
 import fcntl
 import gc

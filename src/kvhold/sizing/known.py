@@ -1,5 +1,3 @@
-"""The config.json fields that determine the KV size of well-known models."""
-
 from typing import Any
 
 

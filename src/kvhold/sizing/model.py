@@ -106,7 +106,7 @@ class ModelKV:
 
 
 def read_settings(model: str) -> dict[str, Any]:
-    """Read a folder, a config.json, or a name in `KNOWN`. Raises ConfigError."""
+    """A folder, a config.json, or a name in `KNOWN`. Raises ConfigError."""
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
@@ -126,7 +126,7 @@ def read_settings(model: str) -> dict[str, Any]:
 
 
 def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
-    """Return the KV of a transformers config.json. Raises ConfigError with the field.
+    """Of a transformers config.json. Raises ConfigError with the field.
 
     dtype: of the KV; "auto": the model's
     """

@@ -1,5 +1,3 @@
-"""Damage a running cache's arena from outside."""
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -137,8 +137,6 @@ class Origin:
 
 @runtime_checkable
 class TellsOrigins(Protocol):
-    """A tier of several places."""
-
     async def get_from(
         self,
         keys: Sequence[bytes],

@@ -179,7 +179,7 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """The keys must fit in memory. Raises TierIncomplete at the end: a folder cannot be listed."""
+        """The keys must fit in memory. Raises TierIncomplete at the end: an unlisted folder."""
         async with self._opener.use() as tree:
             shards = (
                 [shard_of(prefix)]

@@ -520,7 +520,7 @@ class RamTier:
         return True
 
     def shrink(self) -> Iterator[int]:
-        """Evict down to the limits. Yields the cost of each step (`cache/chores.py`)."""
+        """Down to the limits. Yields the cost of each step (`cache/chores.py`)."""
         for of in (None, *self._used_by):
             yield 1
             while self._limit(of) and self._over(of) > 0 and self._evict(1, of):

@@ -1,4 +1,4 @@
-"""Make tiers from URLs. Runs only plugins in the settings."""
+"""Runs only plugins in the settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

@@ -64,7 +64,7 @@ class Stack:
         return places
 
     async def clear(self, prefix: bytes, *, shared: bool = True) -> int:
-        """Return the number of removed chunks.
+        """Returns the number of removed chunks.
 
         shared: false leaves out shared tiers, which another host has cleared
         """

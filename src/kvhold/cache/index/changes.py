@@ -18,6 +18,7 @@ class Changes:
 
     @property
     def log(self) -> EventLog:
+        """Raises ConfigError without events."""
         if self._log is None:
             raise ConfigError(
                 "event_buffer is 0: this cache keeps no events; set it to the number of events "

@@ -22,7 +22,7 @@ class Pins:
     def pin_turns(self, entries: list[Entry]) -> Turns[None]:
         """Pin the last entry first (see `Reservations.commit_turns`).
 
-        A short list is held before the first step, so the caller need not hold it.
+        A short list is held before the first step.
         """
         if is_short(len(entries)):
             self._ram.hold_all(entries)

@@ -13,7 +13,7 @@ from kvhold.tiers.stack import TierPlace
 
 @dataclass(frozen=True)
 class ProbeCommand:
-    """Find these keys in the tiers. -> `probed(search, places)`"""
+    """-> `probed(search, places)`"""
 
     search: int
     keys: list[bytes]
@@ -22,10 +22,7 @@ class ProbeCommand:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A read to make.
-
-    layout: None: an opaque frame
-    """
+    """layout: None: an opaque frame"""
 
     entry: Entry
     layout: Layout | None
@@ -46,7 +43,7 @@ class FetchCommand:
 
 @dataclass(frozen=True)
 class WriteCommand:
-    """Write this held entry. -> `written(number)`
+    """Of a held entry. -> `written(number)`
 
     layout: None: an opaque frame
     above:  write only above this tier, which had the chunk
@@ -61,7 +58,7 @@ class WriteCommand:
 
 @dataclass(frozen=True)
 class ClearCommand:
-    """Remove all keys with this prefix. -> `cleared(prefix)`
+    """-> `cleared(prefix)`
 
     learned: another host has cleared the shared tiers
     asked_s: Unix time of the clear in memory; None: now
@@ -108,7 +105,7 @@ class ReencodeCommand:
 
 @dataclass(frozen=True)
 class CopyCommand:
-    """Write these held entries to one tier. -> `copies.copied(number, ...)`"""
+    """Of held entries. -> `copies.copied(number, ...)`"""
 
     number: int
     tier: int
@@ -119,7 +116,7 @@ class CopyCommand:
 
 @dataclass(frozen=True)
 class UsedCommand:
-    """Report a lookup to tiers with a learning policy. -> `uses.done(command)`"""
+    """To tiers with a learning policy. -> `uses.done(command)`"""
 
     query: Query
     num_groups: int

@@ -67,7 +67,7 @@ class Outbox:
             await self.ready.wait()
 
     def take(self, most_bytes: int) -> list[Write]:
-        """Return at most `most_bytes`, or one write. `finish` ends the writes."""
+        """At most `most_bytes`, or one write. `finish` ends the writes."""
         batch = [self._queue.popleft()]
         left = most_bytes - batch[0].nbytes
         while self._queue and self._queue[0].nbytes <= left:

@@ -1,4 +1,7 @@
-"""Receives a tier's frame, checks it and decodes it into the arena. Any thread; releases the GIL."""
+"""Receives a tier's frame, checks it and decodes it into the arena.
+
+Any thread; the work releases the GIL.
+"""
 
 from kvhold.cache.transfer.commands import PendingRead
 from kvhold.codecs import (
@@ -61,7 +64,7 @@ class ReadBuffer:
         return self.pending_read.layout is not None or nbytes == entry.nbytes
 
     def accept(self, nbytes: int, *, check: bool) -> int:
-        """Check and decode into the arena. Return the expiry; 0: never. Raises FrameError."""
+        """Returns the expiry; 0: never. Raises FrameError."""
         entry, layout = self.pending_read.entry, self.pending_read.layout
         if layout is None:
             return 0

@@ -1,3 +1,5 @@
+"""Known namespaces, running re-encodings and their owners. No I/O."""
+
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace

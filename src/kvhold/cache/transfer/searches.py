@@ -110,10 +110,7 @@ class Searches:
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
     def begin_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[None]:
-        """Pin present chunks, then wait or probe the tiers for missing ones.
-
-        prefix: the caller holds its entries until the last step
-        """
+        """prefix: the caller holds its entries until the last step"""
         search.began_s, search.probing = self._planner.clock(), search.wait is None
         self._searches[number] = search
         present = yield from prefix.in_order_turns()

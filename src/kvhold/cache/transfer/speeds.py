@@ -86,7 +86,7 @@ class TierSpeed:
             self._piece = None
 
     def wait_s(self, nbytes: Ints) -> Floats:
-        """Return [n] seconds until `nbytes` [n] more bytes arrive; 0: unknown."""
+        """[n] seconds until `nbytes` [n] more bytes arrive; 0: unknown."""
         costs = self._estimate.costs
         if costs is None:
             return np.zeros(len(nbytes))

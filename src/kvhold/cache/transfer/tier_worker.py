@@ -296,7 +296,7 @@ class TierWorker:
     def read_for_peer(
         self, keys: Sequence[bytes], room: Sequence[int]
     ) -> "Future[list[Parts | None]]":
-        """Read frames from this host's disks. Any thread.
+        """From this host's disks. Any thread.
 
         None: no such frame, or larger than its room.
         """

@@ -42,7 +42,7 @@ class UseQueue:
 
 
 def keys_of(command: UsedCommand) -> Iterator[tuple[list[bytes], bool]]:
-    """Yield keys in parts, the last chunk first. are_whole: of chunks, not of tails"""
+    """In parts, the last chunk first. are_whole: of chunks, not of tails"""
     query = command.query
     suffixes = [
         place_suffix(group, shard)

@@ -1,5 +1,3 @@
-"""kvhold in SGLang: a storage below its host memory, or a linker (docs/sglang.md)."""
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -38,7 +38,7 @@ class Pages(Protocol):
         """Distinguishes KV of the same layout."""
 
     def ids(self, indices: "torch.Tensor", num_pages: int) -> Int64s:
-        """Return [num_pages] page numbers of `num_pages * page size` slots.
+        """[num_pages], of `num_pages * page size` slots.
 
         Raises ValueError: not whole pages.
         """
@@ -48,8 +48,7 @@ class Pages(Protocol):
 
     def scatter(self, ids: Int64s, buffer: Bytes, places: Places) -> None: ...
 
-    def takes_flat(self, page: object) -> bool:
-        """Whether it can be read and written."""
+    def takes_flat(self, page: object) -> bool: ...
 
     def gather_flat(
         self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places

@@ -38,7 +38,7 @@ class Weights:
     _digests: dict[str, bytes] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return 32 hexadecimal digits. Raises ConfigError: unreadable weights."""
+        """32 hexadecimal digits. Raises ConfigError: unreadable weights."""
         try:
             return self._digest()
         except (

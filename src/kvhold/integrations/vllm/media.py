@@ -53,7 +53,7 @@ class Media:
             )
 
     def inserts_of(self, request: "Request") -> list[Insert]:
-        """Return one insert per content.
+        """One per content.
 
         Raises MediaError: unidentified content; TypeError: unknown types.
         """

@@ -396,9 +396,8 @@ class SchedulerSide:
         return True
 
     def reset(self) -> bool:
-        """Invalidate all stored KV and drop current stores.
-
-        vLLM calls this after weights have changed in place. A random tag renews the namespace.
+        """Invalidate all stored KV, and drop current stores. vLLM calls this after weights have
+        changed in place. A random tag renews the namespace.
         """
         before = self._namespace
         self.lookups.namespace = self._configured.narrowed(tags=(("reset", token_hex(8)),))

@@ -1,11 +1,6 @@
-"""Spans of one request, in the scheduler's process (docs/tracing.md).
+"""Spans of one request, in the scheduler's process (docs/tracing.md). Nothing here raises.
 
-    kvhold.request: from its arrival to its end; a child of vLLM's trace of the request, if any
-        kvhold.lookup: from the first question to the hit
-            kvhold.arrival: while the hit may still grow
-        kvhold.load, kvhold.store: in the workers, by `RequestTrace.context`
-
-Scheduler's thread, if nothing else is said. Nothing here raises.
+Scheduler's thread, if nothing else is said.
 """
 
 from collections.abc import Mapping, Sequence

@@ -138,7 +138,7 @@ class WorkerSide:
         return self._relay
 
     def register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        """Prove that copies to the engine's blocks are exact.
+        """Copies to the engine's blocks are proven to be exact.
 
         Raises LayoutError: the geometry or a copy is wrong; DeviceError.
         """

@@ -1,5 +1,3 @@
-"""Check a device's copies and checksums at start, with torch tensors."""
-
 import logging
 from collections.abc import Callable, Sequence
 
@@ -24,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def check_copies(copier: Copier, device: str) -> None:
-    """Copy random blocks, and check the order. Raises LayoutError or DeviceError."""
+    """Random blocks, and the order. Raises LayoutError or DeviceError."""
     group = Group(
         layers=_LAYERS,
         planes=1,

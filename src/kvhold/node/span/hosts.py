@@ -325,7 +325,7 @@ class OtherHosts:
         self._thread.start()
 
     def wait_until_tried(self, within_s: float) -> list[str]:
-        """Return why hosts cannot be asked; empty: all can."""
+        """Why hosts cannot be asked; empty: all can."""
         until_s = time.monotonic() + within_s
         for host in self.hosts:
             host.tried.wait(max(0.0, until_s - time.monotonic()))

@@ -1,7 +1,4 @@
-"""The kinds of chunks that `learned` distinguishes (docs/eviction.md).
-
-A *prompt* (`LearnedPolicy.looked_up`): pause and new chunks in one number.
-"""
+"""A *prompt* (`LearnedPolicy.looked_up`): pause and new chunks in one number (docs/eviction.md)."""
 
 from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, pack
 

@@ -1,4 +1,4 @@
-"""S3-FIFO (Yang et al., SOSP 2023): evicts chunks without a second use early.
+"""S3-FIFO (Yang et al., SOSP 2023).
 
 New keys are in the small queue, a tenth of the bytes. At its turn, a used key moves to the main
 queue with its prefix; an unused one is the victim, and a ghost.

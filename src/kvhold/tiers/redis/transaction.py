@@ -1,6 +1,6 @@
 """Change a string only if it is unchanged since it was read: WATCH, then MULTI ... EXEC.
 
-It takes two round trips, alone on its connection.
+Two round trips, alone on its connection.
 """
 
 from abc import abstractmethod

@@ -28,7 +28,7 @@ def check_weights(load: Any, model: str) -> None:
 
 
 def other_models(hf_config: object) -> list[tuple[str, str]]:
-    """Return (setting, model) of models such as Ultravox's towers."""
+    """(setting, model) of models such as Ultravox's towers."""
     return [
         (name, value)
         for name, value in sorted(vars(hf_config).items())
