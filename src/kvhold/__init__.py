@@ -4,7 +4,7 @@
     with kvhold.open_cache(ram_bytes="2GiB") as cache:  # in this process
         ...                                             # kvhold.connect() joins this host's node
 
-Importing this package loads no torch.
+The import loads no torch.
 """
 
 TYPE_CHECKING = False  # as in `typing`, whose import is slow

@@ -26,10 +26,8 @@ _LATE = 1.5  # promises and estimates may be off by this factor
 
 
 class WaitEnd(StrEnum):
-    """Why a wait ended.
-
-    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: later than
-    promised. SLOWER: computing the rest is faster. CUT_SHORT: the caller waits no more. Of a
+    """STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: later
+    than promised. SLOWER: computing the rest is faster. CUT_SHORT: the caller waits no more. Of a
     handover also DEADLINE, and ANNOUNCED or NOT_ANNOUNCED.
     """
 
@@ -49,7 +47,7 @@ class WaitEnd(StrEnum):
 
 @dataclass(eq=False)
 class Announcement:
-    """chunks:       by name, not stored yet, in the prompt's order
+    """chunks:       names, not stored yet, in the prompt's order
     start_tokens: tokens that the engine has, or loads
     done_tokens:  the end of the stored chunks
     progress_s:   time of the last stored chunk, or of the announcement
@@ -88,7 +86,7 @@ class _Chunk:
 class Wait:
     """names:      the awaited chunks that are not stored
     end_tokens: the end of the last awaited chunk
-    hit_end:    end of the hit with all these chunks, and perhaps a tail
+    hit_end:    end of the hit with these chunks, and perhaps a tail
     longest_s:  of a handover; None: it lasts while it is faster than computing
     is_broken:  an awaited chunk is not announced any more
     """
@@ -416,7 +414,7 @@ class Computing:
 
 
 def _rest_s(cost: ComputeCost, hit_tokens: int) -> float:
-    """The last token is always computed, for its output."""
+    """The last token is always computed."""
     begin = min(max(hit_tokens, cost.computed_tokens), cost.num_tokens - 1)
     return prefill_s(cost, begin, cost.num_tokens)
 
@@ -430,7 +428,7 @@ def _known(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
 
 
 def _speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
-    """The other engine's own speeds count, unless the two differ by more than their errors."""
+    """The other engine's own speeds count, if both differ by no more than their errors."""
     alike = _with_speed(cost, other)
     if not cost.is_known or not other.is_known:
         return alike if other.is_known else cost

@@ -4,7 +4,7 @@
     reserve_turns -> commit_turns / abandon_turns
 
 An *owner* is this process or a connection to the node. Only the owner or `release_owner` frees
-uncommitted memory, because the owner may still write.
+uncommitted memory: the owner may still write.
 """
 
 import logging

@@ -377,7 +377,7 @@ class Planner:
         found: ChunkPlaces,
         waits: Mapping[int, "np.ndarray[Any, Any]"],
     ) -> LoadOptions:
-        """One option per chunk end beyond the hit in memory, or only the whole hit."""
+        """Per chunk end beyond the hit in memory, or only the whole hit."""
         size, count = layout.tokens_per_chunk, found.extent.chunks
         ends = np.arange(1, count + 1) * size
         if count:

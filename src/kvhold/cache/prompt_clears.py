@@ -1,6 +1,6 @@
-"""Clears of single prompts: their chunks go from memory at once, then from the tiers. No I/O.
+"""Clears of single prompts, from memory at once, then from the tiers. No I/O.
 
-Until the tiers hide them, lookups of the namespace use only memory.
+Until the tiers hide the chunks, lookups of the namespace use only memory.
 """
 
 from collections.abc import Callable, Sequence

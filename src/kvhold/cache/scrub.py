@@ -1,4 +1,4 @@
-"""Compares idle chunks in memory with their checksums, a few at a time, in a thread."""
+"""Compares idle chunks in memory with their checksums, in a thread."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

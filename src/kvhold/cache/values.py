@@ -1,4 +1,4 @@
-"""The value of keeping a chunk, per byte, by the setting `policy_for` (docs/tiers.md).
+"""A chunk's value per byte, by `policy_for` (docs/tiers.md).
 
 Values are classes of half an octave (`tiers/policies/base.py`); the first above 0 becomes
 `NEUTRAL`. Pure.

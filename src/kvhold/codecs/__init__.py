@@ -1,6 +1,5 @@
-"""Codecs: encode chunks to frames, and decode them (docs/format.md).
-
-All but raw are imported on first use: that compiles code.
+"""Chunks to frames, and back (docs/format.md). All but raw are imported on first use: that compiles
+code.
 """
 
 from kvhold.codecs.base import Codec

@@ -1,6 +1,6 @@
-"""Choose a chunk's codec: the tier's, or a more exact one.
+"""A chunk's codec: the tier's, or a more exact one.
 
-If a codec's error bound exceeds `max_error`, the frame's actual error is measured.
+If a codec's error bound exceeds `max_error`, the frame's error is measured.
 """
 
 from collections.abc import Iterator, Sequence

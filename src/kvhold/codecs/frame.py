@@ -1,4 +1,4 @@
-"""The frame: the only format of chunks outside the arena (docs/format.md).
+"""The only format of chunks outside the arena (docs/format.md).
 
 Checksums find accidents, not forgeries. Any thread; xxhash releases the GIL.
 """

@@ -56,7 +56,7 @@ class Keyring:
 
     @classmethod
     def read(cls, lines: Sequence[str], environ: Mapping[str, str] = os.environ) -> "Keyring":
-        """Read `TENANT=file:PATH` or `TENANT=env:NAME`. Raises ConfigError, showing no key."""
+        """`TENANT=file:PATH` or `TENANT=env:NAME`. Raises ConfigError, showing no key."""
         keys: dict[str, list[bytes]] = {}
         for line in lines:
             tenant, equals, source = line.partition("=")

@@ -1,6 +1,6 @@
-"""An injective encoding of plain values, to hash them into names.
+"""Plain values to bytes, to hash them into names. Never stored.
 
-Only equal values of equal types give the same bytes. Encodings are never stored.
+Only equal values of equal types give the same bytes.
 """
 
 from collections.abc import Sequence

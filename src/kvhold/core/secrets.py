@@ -1,5 +1,3 @@
-"""Secrets in settings: their names, and references such as `${env:REDIS_PASSWORD}`."""
-
 import logging
 import os
 import re

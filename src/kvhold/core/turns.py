@@ -1,4 +1,4 @@
-"""Turns of an event loop: short stretches of work, between which other tasks run."""
+"""Short stretches of work, between which other tasks of an event loop run."""
 
 import asyncio
 

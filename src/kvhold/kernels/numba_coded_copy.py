@@ -1,4 +1,4 @@
-"""The copy in host memory of a view with a `Coding`, to the bytes of codec int8."""
+"""In host memory, to the bytes of codec int8."""
 
 from typing import Any
 

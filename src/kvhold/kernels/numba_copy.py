@@ -1,4 +1,4 @@
-"""The copy in host memory: compiled loops over raw addresses, without the GIL.
+"""Compiled loops over raw addresses of host memory, without the GIL.
 
 Threads take tiles (a run of a plane) from one atomic counter.
 """

@@ -1,4 +1,4 @@
-"""The copy in host memory with each layer's checksum: bytes cross memory once."""
+"""Copy and checksum together: bytes cross memory once."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""XXH3-64 of ranges of host memory, on several threads, without the GIL."""
+"""XXH3-64 of host memory, on several threads, without the GIL."""
 
 from typing import Any
 

@@ -11,10 +11,10 @@ _BLOCK_BYTES = 1024  # of XXH3
 
 @dataclass(frozen=True)
 class Ranges:
-    """Range i has the pieces `first[i]` to `first[i + 1]`, end to end.
+    """Ranges of device memory. Range i has the pieces `first[i]` to `first[i + 1]`, end to end.
 
-    first:              int64 [ranges + 1]
-    addresses, nbytes:  int64 [pieces]
+    first:             int64 [ranges + 1]
+    addresses, nbytes: int64 [pieces]
     """
 
     first: Int64s

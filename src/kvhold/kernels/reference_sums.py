@@ -1,5 +1,3 @@
-"""XXH3-64 of ranges of host memory in pieces, by the xxhash library."""
-
 import ctypes
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""The copy on a GPU of a view with a `Coding`: the same bytes as `numba_coded_copy.py`.
-
-A tile is some runs of one row.
-"""
+"""As `numba_coded_copy.py`, on a GPU. A tile is some runs of one row."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,4 +1,4 @@
-"""The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
+"""On a GPU: one launch for all runs, layers and planes, on the current stream.
 
 With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
 """

@@ -1,4 +1,4 @@
-"""XXH3-64 of ranges of a GPU's memory, each in pieces, on the current stream.
+"""XXH3-64 on a GPU, on the current stream.
 
 With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
 """

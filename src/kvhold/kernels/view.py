@@ -34,12 +34,12 @@ class Coding:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row in a chunk."""
+        """Of a row in a chunk."""
         return self.elements + 4 * self.scales
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of a row in the engine's memory."""
+        """Of a row in the engine's memory."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
 

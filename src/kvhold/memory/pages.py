@@ -1,4 +1,4 @@
-"""Buffers that begin at a page, as direct I/O needs."""
+"""They begin at a page, as direct I/O needs."""
 
 import mmap
 

@@ -1,4 +1,4 @@
-"""Check at start, by a delayed stream, that copies are ordered with the engine's own work."""
+"""Copies must be ordered with the engine's work. A delayed stream shows it at start."""
 
 from collections.abc import Callable
 from typing import Protocol

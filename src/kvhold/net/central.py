@@ -1,7 +1,5 @@
-"""The records between a central cache and its hosts.
-
-After the greeting (`login.py`), requests are answered in order. Values' bytes follow their Put, or
-the answer to a Get.
+"""After the greeting (`login.py`), requests are answered in order. Values' bytes follow their Put,
+or the answer to a Get.
 """
 
 from typing import Union

@@ -1,4 +1,4 @@
-"""NIXL's agent with its UCX backend, as `remote_memory.py` uses it (docs/decisions/0035)."""
+"""By its UCX backend, as `remote_memory.py` uses it (docs/decisions/0035)."""
 
 from collections.abc import Sequence
 from importlib import import_module

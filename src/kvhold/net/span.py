@@ -1,4 +1,4 @@
-"""The records between an engine's scheduler and a relay, a worker on another host.
+"""Between an engine's scheduler and a relay, a worker on another host.
 
 After LoginHello and RelayWelcome (`login.py`), requests and answers alternate.
 """

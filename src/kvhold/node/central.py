@@ -1,6 +1,5 @@
-"""The central cache of many hosts: `kvhold serve --listen HOST:PORT`.
-
-One event loop; values are not copied. Sizes are checked before memory is reserved.
+"""`kvhold serve --listen HOST:PORT`. One event loop; values are not copied. Sizes are checked
+before memory is reserved.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The store of a central cache: opaque values in memory, and in tiers below.
+"""Opaque values in memory, and in tiers below.
 
 The memory of a given-up read stays reserved until the read ends. One event loop.
 """

@@ -1,4 +1,4 @@
-"""A client's side of one connection, as a state machine without I/O.
+"""A client's side of one connection. No I/O.
 
 If a caller has given up, its unsent call is dropped, or the late answer's grant released. Threads
 hold one lock around each call, except `prepare`, and `read` of one reader.

@@ -1,5 +1,3 @@
-"""A client's calls that describe chunks to a node that publishes events for routers."""
-
 from abc import ABC, abstractmethod
 from typing import TypeVar
 

@@ -1,8 +1,8 @@
-"""One connection to the node, and its arena.
+"""One connection to the node, and its arena. Any thread.
 
-Any thread may call. One waiting caller reads for all; without one, the client's keeper calls
-`tend`. The node takes memory back when the socket closes, so a broken or retired link closes only
-when no thread uses the arena.
+One waiting caller reads for all; without one, the client's keeper calls `tend`. The node takes
+memory back when the socket closes, so a broken or retired link closes only when no thread uses the
+arena.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""The node's listening Unix socket, with a spare descriptor to send refusals."""
+"""The node's Unix socket, with a spare descriptor to send refusals."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""The settings that a running node may change, until it ends. Runs in the node's loop."""
+"""Settings that a running node may change. In the node's loop."""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Decides which link of a client is in use, silent or lost. No I/O.
+"""Which link of a client is in use, silent or lost. No I/O.
 
 Threads hold a lock around each call, except `current`, `is_silent` and `return_within_s`.
 """

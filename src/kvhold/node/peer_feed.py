@@ -1,6 +1,6 @@
 """A node's chunks as numbered changes for its followers, and as snapshots.
 
-Any thread notes changes. The peers' loop numbers them and keeps an index of its own.
+Any thread notes changes. The peers' loop numbers and indexes them.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Publishes a node's changes to the bus of its tier of peers, in the peers' loop.
+"""A node's changes, to the bus of its tier of peers, in the peers' loop.
 
 While the bus is away, changes wait in the feed.
 """

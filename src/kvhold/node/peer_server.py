@@ -1,6 +1,6 @@
-"""Serves this node's chunks and changes to its followers, read-only, and lends chunks.
+"""Serves chunks and changes to followers, read-only, and lends chunks. One event loop.
 
-The bytes in flight are limited, in total and per peer (`byte_budget.py`). One event loop.
+The bytes in flight are limited, in total and per peer (`byte_budget.py`).
 """
 
 import asyncio

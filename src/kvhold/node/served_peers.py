@@ -1,7 +1,6 @@
-"""The nodes that read this one's chunks, for `kvhold peers` and metrics.
+"""For `kvhold peers` and metrics. At most 32; a new one replaces the one that left first.
 
-At most 32; a new one replaces the one that left first. Written in the peers' loop; any thread
-reads.
+Written in the peers' loop; any thread reads.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The daemon of one host: an arena, an index, and engines as clients, in one loop."""
+"""The daemon: an arena, an index, and engines as clients, in one loop."""
 
 import _thread
 import asyncio

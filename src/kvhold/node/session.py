@@ -1,3 +1,5 @@
+"""One client of the node, as a state machine without I/O."""
+
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar

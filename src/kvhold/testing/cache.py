@@ -1,5 +1,3 @@
-"""Layouts, prompts and chunks for tests of caches."""
-
 import time
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""Numbers as bytes in every dtype of a layout, exactly and slowly."""
+"""Exact and slow, for every dtype of a layout."""
 
 from functools import cache
 

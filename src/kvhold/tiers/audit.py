@@ -1,4 +1,4 @@
-"""`audit+...`: check a tier's values against the put ones, and log calls.
+"""`audit+...`: compare a tier's values with the put ones, and log calls.
 
 It keeps the `max_keys` digests used last (xxh3-128). Not checked: ranges, earlier values,
 overlapping calls, other processes' changes.

@@ -1,4 +1,4 @@
-"""The pending clears of a tier, on the guard's loop, retried until their values are removed."""
+"""Pending clears, on the guard's loop, retried until their values are removed."""
 
 import asyncio
 import logging

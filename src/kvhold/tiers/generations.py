@@ -1,4 +1,4 @@
-"""A shared tier whose clears hold for every host (docs/format.md).
+"""A shared tier's clears hold for every host (docs/format.md).
 
 Marker n: generation n has begun. A search from 0 probes all numbers a power of two ahead, goes to
 the largest marker, and repeats. Probes ask for the next marker; hosts restore evicted ones.

@@ -1,4 +1,4 @@
-"""The memcached tier: chunks in one memcached server (1.6 or later), by the meta protocol.
+"""One memcached server (1.6 or later), by the meta protocol.
 
 A value beyond the server's item size (1 MiB by default) is TierFull.
 """

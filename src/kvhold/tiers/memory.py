@@ -1,4 +1,4 @@
-"""The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory."""
+"""`memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass

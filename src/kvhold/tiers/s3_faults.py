@@ -1,4 +1,4 @@
-"""Map obstore's exceptions to TierError, whose message has no header, key or signature."""
+"""A TierError's message has no header, key or signature."""
 
 import re
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ class ClearCommand:
 
 @dataclass(frozen=True)
 class ClearChunksCommand:
-    """Remove chunks of one namespace. -> `prompt_clears.hidden(namespace)`, then `.ended()`
+    """Of one namespace. -> `prompt_clears.hidden(namespace)`, then `.ended()`
 
     last_keys: see `tiers/chunk_clears.py`
     """

@@ -101,7 +101,7 @@ class PromptCopies:
         return copy.progress if copy is not None and copy.owner == owner else None
 
     def copied(self, number: int, are_there: Sequence[bool], stopped: str) -> None:
-        """The tier no longer reads the chunks. are_there: whether it has each of them"""
+        """The tier no longer reads the chunks. are_there: it has each of them"""
         copy = self._left.pop(number, None) or self._copies[number]
         held, copy.held, copy.is_written = copy.held, [], False
         self._ram.unpin_all(held)

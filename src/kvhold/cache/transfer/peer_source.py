@@ -1,4 +1,4 @@
-"""Lends a node's chunks to its peers: pinned in memory, or read from its disks."""
+"""Lends chunks to peers: pinned in memory, or read from this node's disks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

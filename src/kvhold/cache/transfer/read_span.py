@@ -1,4 +1,4 @@
-"""The spans of one read from a tier: `kvhold.tier.read`, and `kvhold.peer.read` for each peer."""
+"""Spans of one read: `kvhold.tier.read`, and `kvhold.peer.read` for each peer."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Re-encodes a tier's chunks with another codec, one at a time, after all other calls."""
+"""Re-encodes a tier's chunks, one at a time, after all other calls."""
 
 import asyncio
 import logging

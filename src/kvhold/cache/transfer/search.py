@@ -18,17 +18,17 @@ from kvhold.tiers.table import KeyTable
 
 @dataclass(eq=False)
 class Search:
-    """A lookup or prefetch that needs the tiers. owner: None without a waiting request.
+    """owner: None without a waiting request.
 
     here:       the hit made of `pinned`
     awaited:    keys being read
-    requesting: its next reads are being chosen
+    requesting: next reads are being chosen
     settling:   its hit is being computed
-    silent:     why some tier did not answer
+    silent:     why a tier did not answer
     unknown:    keys that a tier could not answer, with reasons
-    sample:     it loads one chunk, to measure the tier
-    hurried:    it ends early, because computing is faster
-    idle:       the hit is not longer than `have_tokens`, even with the tiers
+    sample:     loads one chunk, to measure the tier
+    hurried:    ends early: computing is faster
+    idle:       no hit beyond `have_tokens`, even with the tiers
     missing:    the first chunk missing in memory, if expected back
     wait:       for another engine's computing, before the probe
     futile:     number of vain waits

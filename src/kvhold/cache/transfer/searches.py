@@ -1,6 +1,6 @@
-"""Loads a prompt's chunks from lower tiers, and pins them on arrival.
+"""Loads a prompt's chunks from lower tiers, and pins them on arrival. No I/O.
 
-One read serves all searches. Between two steps, a search may be cleared. No I/O.
+One read serves all searches. Between two steps, a search may be cleared.
 """
 
 from collections.abc import Callable, Sequence

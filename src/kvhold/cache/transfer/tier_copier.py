@@ -1,4 +1,4 @@
-"""Writes parts of copies to their tiers, one at a time. Runs in the tier worker's loop."""
+"""Writes parts of copies, one at a time. Runs in the tier worker's loop."""
 
 import asyncio
 from collections.abc import Callable

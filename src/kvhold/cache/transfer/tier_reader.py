@@ -1,7 +1,4 @@
-"""Reads chunks from tiers into memory, checks them, and reports each to its owner.
-
-Runs in one event loop; a pool checks and decodes.
-"""
+"""Reads chunks from tiers into memory and checks them. One event loop, and a pool to decode."""
 
 import asyncio
 import logging

@@ -1,6 +1,6 @@
-"""The bounded queue of lookups for tiers with `policy=learned`.
+"""A bounded queue of lookups for tiers with `policy=learned`; a full one drops. No I/O.
 
-A full queue drops lookups. Each counter has one writing thread. No I/O.
+Each counter has one writing thread.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""Writes held entries to the tiers in batches, in the background.
-
-`WriteQueue` bounds the sum of the tiers' queues.
-"""
+"""Writes held entries to the tiers in batches. `WriteQueue` bounds the sum of the tiers' queues."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The bounded queue of chunks for lower tiers. A full queue drops new chunks. No I/O."""
+"""A bounded queue of chunks for lower tiers; a full one drops new chunks. No I/O."""
 
 import logging
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Move pages between SGLang's device pools and the cache, a layer at a time.
+"""Pages between SGLang's device pools and the cache, a layer at a time.
 
     match_prefix   -> lookup      pins the hit for `_PINNED_S`
     init_load_back -> load        queues a load

@@ -1,4 +1,4 @@
-"""Name SGLang's pages: page hashes as chunk names, the engine's settings as a namespace.
+"""Page hashes become chunk names, the engine's settings a namespace.
 
 blake2b (RFC 7693), salted with the namespace, shortens a page's hash to 20 bytes.
 """

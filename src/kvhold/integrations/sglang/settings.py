@@ -1,7 +1,4 @@
-"""Read the JSON that a user gives SGLang.
-
-A page is a chunk, so `tokens_per_chunk` has no effect.
-"""
+"""SGLang's JSON. A page is a chunk, so `tokens_per_chunk` has no effect."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

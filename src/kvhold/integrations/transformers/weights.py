@@ -1,6 +1,4 @@
-"""Identify a model's weights by their content.
-
-The first call reads all bytes. Later calls check each tensor's address, version counter and 16
+"""The first call reads all bytes. Later calls check each tensor's address, version counter and 16
 elements. One thread at a time.
 """
 

@@ -1,4 +1,4 @@
-"""Prove at registration that copies and the engine address the same blocks.
+"""At registration: do copies and the engine address the same blocks?
 
 Random bytes are gathered, wiped and scattered back; neighbouring blocks must stay unchanged.
 """

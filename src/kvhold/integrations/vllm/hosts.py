@@ -1,4 +1,4 @@
-"""The hosts of an engine's workers. On each other host a worker relays lookups to its node."""
+"""On each host but the scheduler's, a worker relays lookups to its node."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

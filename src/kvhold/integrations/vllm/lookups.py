@@ -229,7 +229,7 @@ class RequestLookups:
         awaits: bool,
     ) -> Hit | None:
         """asking:   the request's id, its tokens and its computed tokens
-        produces: the prompt is for a decode engine
+        produces: for a decode engine
         awaits:   a prefill engine's KV
         """
         prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()

@@ -1,4 +1,4 @@
-"""What earlier served releases of vLLM do otherwise than the newest. `make compat` runs each."""
+"""Differences of earlier served releases of vLLM. `make compat` runs each."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

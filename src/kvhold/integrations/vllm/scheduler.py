@@ -1,4 +1,4 @@
-"""Plan loads and stores, in the scheduler's process and thread. Only `reset` waits for the node."""
+"""The scheduler's process and thread. Only `reset` waits for the node."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,5 +1,3 @@
-"""Batches: chunks of one piece that are copied together."""
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""Staging memory on a device. Slices are taken and freed in order, under the caller's lock.
+"""Slices are taken and freed in order, under the caller's lock.
 
 A slice is free after its `with`, or after the event of `until`.
 """

@@ -1,4 +1,4 @@
-"""An engine whose workers are on several hosts: one lookup asks each host's node."""
+"""An engine on several hosts: one lookup asks each host's node."""
 
 from kvhold.node.span.hosts import OtherHosts, OwnHost, RelayPlace
 from kvhold.node.span.lookup import Span, SpanHit

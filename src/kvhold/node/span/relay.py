@@ -1,4 +1,4 @@
-"""Relay the lookups of an engine's scheduler to this host's node, in a worker's process.
+"""Relays a scheduler's lookups to this host's node, in a worker's process.
 
 A conversation's hits are released when it ends, or after `SILENT_S` of silence.
 """

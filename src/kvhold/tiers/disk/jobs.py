@@ -1,7 +1,4 @@
-"""The jobs of a disk's threads, with their results.
-
-An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
-"""
+"""An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up."""
 
 import logging
 import time

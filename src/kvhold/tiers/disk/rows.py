@@ -1,4 +1,4 @@
-"""The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
+"""One row per file, in arrays: about 100 bytes each, no objects.
 
 With `first_past`, each row has a past (`tiers/policies/ghosts.py`), and each kind and value has a
 list, the least recently used row first. 1,024 hash tables map keys to rows.

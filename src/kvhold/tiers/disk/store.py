@@ -1,4 +1,4 @@
-"""One disk of the disk tier: an index used by the loop, and a folder used by threads.
+"""One disk: an index used by the loop, and a folder used by threads.
 
 A call changes the index before its threads start, and settles the change afterwards, even if
 cancelled.

@@ -1,6 +1,4 @@
-"""A few threads for the blocking file work of many calls.
-
-A cancelled call ends only when no thread works on its jobs. Each job runs exactly once, after a
+"""A cancelled call ends only when no thread works on its jobs. Each job runs exactly once, after a
 cancellation with `stop` set. After 5 ms a call goes to the end of the queue.
 """
 

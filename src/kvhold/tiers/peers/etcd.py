@@ -1,4 +1,4 @@
-"""The peers that have registered in etcd, each under a lease (docs/peers.md).
+"""Peers register in etcd, each under a lease (docs/peers.md).
 
 key:   PREFIX/<incarnation, 16 hexadecimal digits>
 value: {"address": "10.0.0.5:7711", "incarnation": 1234}

@@ -1,4 +1,4 @@
-"""A stream of NATS JetStream with the changes of a fleet.
+"""A stream of NATS JetStream.
 
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 

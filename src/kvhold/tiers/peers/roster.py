@@ -1,4 +1,4 @@
-"""The followed peers: of the tier's URL, or of a directory.
+"""The followed peers, of the tier's URL or a directory.
 
 The chunks of an unlisted peer are not found. One event loop, but for `status` and `own`.
 """

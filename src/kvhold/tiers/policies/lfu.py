@@ -1,7 +1,4 @@
-"""Least frequently used: evicts the chunk with the fewest uses; of several, the oldest.
-
-Uses do not decay. A removal forgets them.
-"""
+"""Of chunks with the fewest uses, the oldest. Uses do not decay. A removal forgets them."""
 
 from collections.abc import Sequence
 

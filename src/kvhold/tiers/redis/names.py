@@ -1,7 +1,4 @@
-"""Names at the server: `kvhold:{6b65...}`, the key in hex between braces.
-
-The braces keep the parts of a value in its key's cluster slot.
-"""
+"""`kvhold:{6b65...}`: the key in hex. Braces keep a value's parts in its key's cluster slot."""
 
 import re
 from binascii import unhexlify

@@ -1,7 +1,5 @@
-"""Replace an existing string in one transaction.
-
-The new parts live one hour longer than the value. The old ones expire after a minute, for readers
-of the old head.
+"""Replaces a string in one transaction. The new parts live one hour longer than the value. The old
+ones expire after a minute, for readers of the old head.
 """
 
 from collections.abc import Sequence

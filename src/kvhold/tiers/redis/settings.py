@@ -1,4 +1,4 @@
-"""The settings of a Redis tier, made from its URL (docs/tiers.md). `valkey` means `redis`."""
+"""See docs/tiers.md. `valkey` means `redis`."""
 
 from dataclasses import dataclass, replace
 

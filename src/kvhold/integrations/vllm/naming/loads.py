@@ -1,4 +1,4 @@
-"""Record the files of each adapter that vLLM loads in this worker.
+"""The files of each adapter that vLLM loads in this worker.
 
 KV is loaded and stored only if all loads of the adapter's number had the named content, and the
 files are unchanged since.

@@ -1,6 +1,6 @@
-"""Collect the facts of a vLLM engine: its configuration, except harmless fields.
+"""A vLLM engine's configuration, except harmless fields.
 
-Only plain values can be named. Any other raises a LayoutError, unless `share` leaves the field out.
+Only plain values can be named. Others raise a LayoutError, unless `share` leaves the field out.
 """
 
 from pathlib import Path
@@ -179,7 +179,7 @@ def _add_draft_model(
 def _add_groups(
     config: "VllmConfig", kv_cache: "KVCacheConfig", rules: NamingRules, found: dict[str, str]
 ) -> None:
-    """One stage of a pipeline does not know the other layers, so names are left out."""
+    """A pipeline stage does not know the other layers, so names are left out."""
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):
         walk(group, f"kv.groups[{number}]", rules, found)
