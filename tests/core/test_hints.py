@@ -84,6 +84,11 @@ def test_a_request_without_hints_has_none(params: Any) -> None:
     assert not read_hints(None, params)
 
 
+def test_a_pin_may_be_of_the_first_tokens() -> None:
+    (hint,) = read_hints(None, own({"num_tokens": 10**400, **PIN})).hints
+    assert hint.num_tokens == 10**400
+
+
 @pytest.mark.parametrize("spelling", ["kv.Demote", "DEMOTE", "demote"])
 def test_an_action_may_be_spelt_as_the_field_does(spelling: str) -> None:
     (hint,) = read_hints(envelope(action(spelling)), None).hints
@@ -105,6 +110,10 @@ def test_a_fetch_of_a_router_is_read_without_its_payload() -> None:
         ({"action": "pin", "ttl_s": "60"}, "ttl_s: '60' must"),
         ({"action": "pin", "ttl_s": float("nan")}, "ttl_s: nan must"),
         ({"action": "pin", "ttl_s": 10**400}, "ttl_s: a large integer must"),
+        ({"num_tokens": 0, **PIN}, r"num_tokens: 0 must be a whole number above 0"),
+        ({"num_tokens": True, **PIN}, "num_tokens: True must"),
+        ({"num_tokens": 1.0, **PIN}, "num_tokens: 1.0 must"),
+        ({"action": "demote", "num_tokens": 1}, "there is no field 'num_tokens'; known are target"),
         ({"action": "pin", "ttl_s": 1, "until": "superseded"}, "until: only retain"),
         ({"action": "retain", "ttl_s": 1, "until": "noon"}, "until: 'noon' must be 'ttl'"),
         ({"action": "retain", "until": "superseded"}, "needs a session_id"),
@@ -222,7 +231,10 @@ _json = st.recursive(
 )
 _hints = st.fixed_dictionaries(
     {"action": st.sampled_from(["pin", "retain", "demote", "fetch"]) | _json},
-    optional={"ttl_s": _json, "until": _words, "id": _words, "other": _json},
+    optional={
+        **{"ttl_s": _json, "until": _words, "id": _words},
+        **{"num_tokens": _json, "other": _json},
+    },
 )
 
 

@@ -80,6 +80,25 @@ class TestActions:
         assert tokens_held(one, prompt) == 288
         assert counted == [("pin", "accepted")]
 
+    @pytest.mark.parametrize(
+        ("num_tokens", "kept"), [(CHUNK, CHUNK), (2 * CHUNK + 1, 2 * CHUNK), (10_000, 288)]
+    )
+    def test_a_pin_of_the_first_tokens_keeps_their_whole_chunks(
+        self, engine: MakeEngine, num_tokens: int, kept: int
+    ) -> None:
+        one = engine(settings=ALL)
+        [answer] = ask(
+            one, "a", make_prompt("first", 300), hints=[PIN | {"num_tokens": num_tokens}]
+        )
+        assert (answer["outcome"], answer["num_tokens"]) == ("accepted", kept)
+        assert status(one)["retained_chunks"] == -(-kept // CHUNK)
+
+    def test_less_than_a_chunk_is_rejected(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        [answer] = ask(one, "a", make_prompt("few", 300), hints=[PIN | {"num_tokens": CHUNK - 1}])
+        assert answer["outcome"] == "rejected"
+        assert answer["reason"] == f"num_tokens is less than a chunk of {CHUNK} tokens"
+
     def test_a_retain_ends_by_its_time(self, engine: MakeEngine) -> None:
         one = engine(settings=ALL)
         hint = {"action": "retain", "ttl_s": 0.001}

@@ -56,6 +56,7 @@ class Hint:
     ttl_s:            None: not given
     until_superseded: it ends with the session's next turn
     of_session:       it is about the session's latest turns
+    num_tokens:       of the prompt, from its start; None: all
     """
 
     field: str
@@ -64,6 +65,7 @@ class Hint:
     ttl_s: float | None = None
     until_superseded: bool = False
     of_session: bool = False
+    num_tokens: int | None = None
 
     @property
     def needs_session(self) -> bool:
@@ -196,7 +198,8 @@ def _own_hints(field: str, value: Any) -> Iterator[Hint | HintAnswer]:
 def _own_hint(field: str, value: Any) -> Hint | HintAnswer:
     hint_id = action = ""
     try:
-        one = dict(_fields(field, value, ("id", "action", "ttl_s", "until", "target")))
+        known = ("id", "action", "ttl_s", "until", "target", "num_tokens")
+        one = dict(_fields(field, value, known))
         hint_id = _name(f"{field}.id", one.pop("id", None))
         kind = _kind(f"{field}.action", one.pop("action", None))
         action = str(kind)
@@ -213,7 +216,7 @@ def _hint(field: str, hint_id: str, kind: HintAction, at: str, payload: Any) -> 
         if target not in (_PROMPT, _SESSION):
             raise _BadHint(f"{at}.target", f"{_quoted(target)} must be {_PROMPT!r} or {_SESSION!r}")
         return Hint(field, hint_id, kind, of_session=target == _SESSION)
-    values = _fields(at, payload, ("ttl_s", "until"))
+    values = _fields(at, payload, ("ttl_s", "until", "num_tokens"))
     ttl_s, until = values.get("ttl_s"), values.get("until", _TTL)
     if until not in (_TTL, _SUPERSEDED):
         raise _BadHint(f"{at}.until", f"{_quoted(until)} must be {_TTL!r} or {_SUPERSEDED!r}")
@@ -223,7 +226,17 @@ def _hint(field: str, hint_id: str, kind: HintAction, at: str, payload: Any) -> 
         raise _BadHint(f"{at}.ttl_s", "it is missing: say for how many seconds")
     if ttl_s is not None and not _is_time(ttl_s):
         raise _BadHint(f"{at}.ttl_s", f"{_quoted(ttl_s)} must be a number above 0 to {MAX_TTL_S:g}")
-    return Hint(field, hint_id, kind, None if ttl_s is None else float(ttl_s), until == _SUPERSEDED)
+    num_tokens = values.get("num_tokens")
+    if num_tokens is not None and not _is_count(num_tokens):
+        raise _BadHint(f"{at}.num_tokens", f"{_quoted(num_tokens)} must be a whole number above 0")
+    return Hint(
+        field,
+        hint_id,
+        kind,
+        None if ttl_s is None else float(ttl_s),
+        until == _SUPERSEDED,
+        num_tokens=num_tokens,
+    )
 
 
 def _is_time(value: Any) -> bool:
@@ -232,6 +245,10 @@ def _is_time(value: Any) -> bool:
         and not isinstance(value, bool)
         and 0 < value <= MAX_TTL_S  # not NaN
     )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _fields(field: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:

@@ -96,6 +96,11 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     def num_shards(self) -> int:
         return len(self.only) or self.shards
 
+    def first_chunks(self, num_chunks: int) -> "Query":
+        """Return the query of the first whole chunks, without tails."""
+        hashes = self.hashes[: num_chunks * HASH_BYTES]
+        return msgspec.structs.replace(self, hashes=hashes, tail_hashes=b"", tail_lengths=())
+
 
 @dataclass(frozen=True)
 class Insert:

@@ -22,7 +22,7 @@ from kvhold.core.hints import (
     RequestHints,
     read_hints,
 )
-from kvhold.core.keys import Prompt, Query
+from kvhold.core.keys import HASH_BYTES, Prompt, Query
 from kvhold.integrations.vllm.sessions import Sessions, SessionTurn
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.node import NodeClient
@@ -194,6 +194,12 @@ class HintedRequests:
             return hint.answer(
                 HintOutcome.REJECTED, f"the prompt is shorter than a chunk of {size} tokens"
             )
+        if hint.num_tokens is not None and hint.num_tokens < prompt.num_tokens:
+            if hint.num_tokens < size:
+                return hint.answer(
+                    HintOutcome.REJECTED, f"num_tokens is less than a chunk of {size} tokens"
+                )
+            query = query.first_chunks(hint.num_tokens // size)
         retained = self._cache.retain(query, ttl_s)
         if not retained.num_tokens:
             return hint.answer(HintOutcome.REJECTED, "the limits of hints are reached")
@@ -206,7 +212,8 @@ class HintedRequests:
             hinted.turn.retains.append(retained)
         if retained.present_tokens < retained.num_tokens:
             self._load_missing(query)
-        whole = prompt.num_whole * size + (query.tail_lengths[-1] if query.tail_lengths else 0)
+        whole = len(query.hashes) // HASH_BYTES * size
+        whole += query.tail_lengths[-1] if query.tail_lengths else 0
         reasons = []
         if retained.num_tokens < whole:
             reasons.append(f"only {retained.num_tokens} tokens fit the memory for hints")
