@@ -232,8 +232,11 @@ _json = st.recursive(
 _hints = st.fixed_dictionaries(
     {"action": st.sampled_from(["pin", "retain", "demote", "fetch"]) | _json},
     optional={
-        **{"ttl_s": _json, "until": _words, "id": _words},
-        **{"num_tokens": _json, "other": _json},
+        "ttl_s": _json,
+        "until": _words,
+        "id": _words,
+        "num_tokens": _json,
+        "other": _json,
     },
 )
 

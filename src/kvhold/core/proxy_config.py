@@ -70,6 +70,11 @@ class ProxyConfig:
     max_attempts: int = setting(
         3, "engines that are tried for each part of a request, before its first byte", minimum=1
     )
+    cache_settings: bool = setting(
+        True,
+        "carry out cache_control, prompt_cache_options and prompt_cache_retention of clients, as "
+        "hints to engines, and make usage reconcile with what engines computed",
+    )
     max_body_bytes: int = size(32 << 20, "larger requests are refused with status 413")
     max_held_bytes: int = size(
         1 << 30, "requests are refused while the bodies of others take this much memory"

@@ -7,11 +7,14 @@ arrived. Cancelling `forward` closes both connections. One event loop.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvhold.core.errors import KVHoldError
 from kvhold.core.proxy_config import ProxyConfig
+from kvhold.proxy.cache_fields import KeptPrefix
+from kvhold.proxy.cache_retains import BreakpointPlaces
+from kvhold.proxy.cache_usage import PromptUsage, cached_tokens_of
 from kvhold.proxy.calls import EngineAnswer, EngineCall, EngineCalls
 from kvhold.proxy.engines import EnginePool, ProxiedEngine
 from kvhold.proxy.faults import EngineFault
@@ -19,7 +22,7 @@ from kvhold.proxy.handovers import HandoverFailed, Params, make_handover, new_ha
 from kvhold.proxy.headers import Headers, prefill_headers
 from kvhold.proxy.health import HealthProber
 from kvhold.proxy.metrics import ProxyMetrics
-from kvhold.proxy.prompts import Inference
+from kvhold.proxy.prompts import Fields, Inference, encode_fields, with_hints
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +41,10 @@ class NoEngineAnswers(KVHoldError):
 
 @dataclass
 class ProxiedRequest:
-    """path:    with its query
+    """path:      with its query
     inference: None: a request that is not for tokens
+    fields:    of the body, if it is a JSON object
+    kept:      prefixes that the client wants kept
     stage:     for metrics: before, prefill, decode
     """
 
@@ -50,6 +55,9 @@ class ProxiedRequest:
     body: bytes
     inference: Inference | None = None
     session: str | None = None
+    fields: Fields = field(default_factory=dict)
+    kept: Sequence[KeptPrefix] = ()
+    usage: PromptUsage = field(default_factory=PromptUsage)
     stage: str = field(default="before")
 
     @property
@@ -94,9 +102,12 @@ class Forwarder:
         self._prober = prober
         self._metrics = metrics
         self._handover = make_handover(config.protocol)
+        self._breakpoints = BreakpointPlaces(calls)
 
     async def forward(self, request: ProxiedRequest, deliver: Deliver) -> None:
         """Raises NoEngineAnswers before `deliver` is called, and the errors of `deliver`."""
+        if request.kept:
+            await self._ask_to_keep(request)
         handed = _Handed()
         reason = self._reason_against_prefill(request.inference)
         if reason and request.inference is not None:
@@ -109,6 +120,21 @@ class Forwarder:
         finally:
             if handed.running is not None:
                 await _end(handed.running)
+
+    async def _ask_to_keep(self, request: ProxiedRequest) -> None:
+        """Add retains to the request, for the prefixes whose length is known."""
+        placed = await self._breakpoints.place(
+            request.kept, lambda: self._decode_pool.choose(request.session), request.headers
+        )
+        request.usage.placed = placed
+        self._metrics.retains.labels("asked").inc(len(placed))
+        self._metrics.retains.labels("unplaced").inc(len(request.kept) - len(placed))
+        hints = [one.hint for one in placed]
+        if request.inference is not None:
+            request.inference = request.inference.with_hints(hints)
+            request.body = request.inference.with_params({})
+        else:
+            request.body = encode_fields(with_hints(request.fields, hints))
 
     def _reason_against_prefill(self, inference: Inference | None) -> str:
         if inference is None or not self._prefill_pool.engines:
@@ -139,6 +165,7 @@ class Forwarder:
         """Return parameters for the decode engine; None: failed."""
         began = time.monotonic()
         result = "abandoned"
+        request.usage.has_prefill = True
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
                 params = await self._try_prefill_engines(request, only, name)
@@ -148,6 +175,7 @@ class Forwarder:
             params, result = None, "failed"
         finally:
             self._metrics.prefills.labels(result).inc()
+        request.usage.has_prefill = params is not None
         if params is not None:
             self._metrics.prefill_seconds.observe(time.monotonic() - began)
         return params
@@ -190,6 +218,7 @@ class Forwarder:
             text = await answer.read(_MOST_PREFILL_BYTES)
         finally:
             answer.close()
+        request.usage.prefill_cached = cached_tokens_of(text)
         if self._handover.is_parallel:
             return {}
         return self._handover.decode_params(engine, name, text)

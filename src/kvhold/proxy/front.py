@@ -15,6 +15,8 @@ from multidict import CIMultiDict
 
 from kvhold.core.proxy_config import ProxyConfig
 from kvhold.proxy.admission import Admission, HeldBytes, ProxyOverloaded
+from kvhold.proxy.cache_fields import RESPONSES, BadCacheSetting, read_cache_settings
+from kvhold.proxy.cache_usage import UsageRewriter
 from kvhold.proxy.calls import EngineAnswer
 from kvhold.proxy.faults import EngineFault
 from kvhold.proxy.forwarding import Forwarder, NoEngineAnswers, ProxiedRequest
@@ -162,8 +164,13 @@ class Front:
             if is_inference:
                 proxied.inference = read_inference(path, fields)
             session = session_of(fields)
+            if self._config.cache_settings and (is_inference or path == RESPONSES):
+                proxied.kept = read_cache_settings(path, fields)
         except NotAnInference as error:
             raise ProxyRefusal(400, "bad_request", str(error)) from None
+        except BadCacheSetting as error:
+            raise ProxyRefusal(400, "bad_request", str(error), field=error.field) from None
+        proxied.fields = fields
         proxied.session = proxied.session or session
         return proxied
 
@@ -213,13 +220,17 @@ class ProxyExchange:
             status=answer.status,
             headers=CIMultiDict(answer_headers(answer.headers, self.request_id)),
         )
-        response.content_length = answer.content_length
+        pieces = answer.pieces()
+        if (rewriter := self._usage_rewriter(answer)) is None:
+            response.content_length = answer.content_length
+        else:
+            pieces = rewriter.events(pieces) if answer.is_event_stream else rewriter.whole(pieces)
         self._metrics.first_byte_seconds.observe(time.monotonic() - self._began)
         self.response = response
         last = b""
         try:
             await self._send(response.prepare(self.request))
-            async for piece in answer.pieces():
+            async for piece in pieces:
                 await self._send(response.write(piece))
                 last = (last + piece)[-2:]
             await self._send(response.write_eof())
@@ -237,6 +248,19 @@ class ProxyExchange:
                 self.request.transport.abort()
         except ConnectionError:
             self._metrics.clients_left.labels(self.stage).inc()
+
+    def _usage_rewriter(self, answer: EngineAnswer) -> UsageRewriter | None:
+        request = self.proxied
+        if (
+            request is None
+            or request.inference is None
+            or answer.status != 200
+            or not self._config.cache_settings
+        ):
+            return None
+        inference = request.inference
+        rewriter = UsageRewriter(inference.kind, inference.num_prompts, request.usage)
+        return rewriter if rewriter.is_needed else None
 
     def cut(self) -> None:
         """Close without an end of the answer."""

@@ -41,6 +41,12 @@ class ProxyMetrics:
             "engine",
             "reason",
         )
+        self.retains = self._counter(
+            "retains",
+            "Prefixes that clients want kept: asked of an engine, or unplaced, where no engine "
+            "tells their length.",
+            "result",
+        )
         self.cut = self._counter("cut_answers", "Answers that broke off after their first byte.")
         self.clients_left = self._counter(
             "clients_left",

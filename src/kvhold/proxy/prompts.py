@@ -5,12 +5,13 @@ Only the named fields are read; the others pass byte by byte. No I/O.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from kvhold.core.errors import UNDECODABLE, KVHoldError
+from kvhold.core.hints import MOST_ACTIONS
 
 Fields = dict[str, msgspec.Raw]
 
@@ -63,8 +64,12 @@ class Inference:
     fields: Fields
     most_tokens: int | None
     likely_tokens: int
+    num_prompts: int
     is_single: bool
     has_prefill: bool
+
+    def with_hints(self, hints: list[dict[str, Any]]) -> "Inference":
+        return replace(self, fields=with_hints(self.fields, hints))
 
     def with_params(self, params: Mapping[str, Any]) -> bytes:
         return _with_params(self.fields, params)
@@ -82,7 +87,7 @@ def read_fields(body: bytes) -> tuple[Fields, bytes]:
 
     Raises NotAnInference, also for UTF-16 and NaN.
     """
-    with _reading():
+    with reading():
         fields = _fields.decode(body)
         params = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
     if not isinstance(params, dict) or not params.keys() - set(_FROM_CLIENTS):
@@ -95,7 +100,7 @@ def read_fields(body: bytes) -> tuple[Fields, bytes]:
 def read_inference(path: str, fields: Fields) -> Inference:
     """path: one of `KINDS`. Raises NotAnInference."""
     kind = KINDS[path]
-    with _reading():
+    with reading():
         most, likely, num_prompts = _prompt_size(kind, fields)
         num_answers = max(_number(fields, "n"), _number(fields, "best_of"))
     has_prefill = not (
@@ -105,11 +110,29 @@ def read_inference(path: str, fields: Fields) -> Inference:
         or (kind == "messages" and _is_set(fields, "thinking"))
     )
     is_single = num_prompts == 1 and num_answers <= 1 and not _is_set(fields, "use_beam_search")
-    return Inference(kind, fields, most, likely, is_single, has_prefill)
+    return Inference(kind, fields, most, likely, num_prompts, is_single, has_prefill)
+
+
+def with_hints(fields: Fields, hints: list[dict[str, Any]]) -> Fields:
+    """Add to `kv_transfer_params.kvhold.hints`, unless the client's own leave no room."""
+    params = _object(msgspec.json.decode(fields.get("kv_transfer_params", b"null")))
+    own = None if params is None else _object(params.get("kvhold"))
+    if params is None or own is None:
+        return fields
+    given = own.get("hints")
+    given = [] if given is None else given
+    if not isinstance(given, list) or len(given) + len(hints) > MOST_ACTIONS:
+        return fields
+    merged = {**params, "kvhold": {**own, "hints": [*given, *hints]}}
+    return {**fields, "kv_transfer_params": msgspec.Raw(_encoder.encode(merged))}
+
+
+def encode_fields(fields: Fields) -> bytes:
+    return _encoder.encode(fields)
 
 
 def session_of(fields: Fields) -> str | None:
-    with _reading():
+    with reading():
         values = [msgspec.json.decode(fields[name]) for name in _SESSION_FIELDS if name in fields]
         metadata = msgspec.json.decode(fields.get("metadata", b"null"))
     if isinstance(metadata, dict):
@@ -119,7 +142,7 @@ def session_of(fields: Fields) -> str | None:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
+def reading() -> Iterator[None]:
     try:
         yield
     except (msgspec.ValidationError, *UNDECODABLE) as error:
@@ -132,6 +155,13 @@ def _with_params(fields: Fields, params: Mapping[str, Any]) -> bytes:
     own = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
     merged = {**(own if isinstance(own, dict) else {}), **params}
     return _encoder.encode({**fields, "kv_transfer_params": msgspec.Raw(_encoder.encode(merged))})
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    """None: the engine refuses it."""
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else None
 
 
 def _prompt_size(kind: str, fields: Fields) -> tuple[int | None, int, int]:

@@ -22,27 +22,35 @@ _TYPES = {
 class ProxyRefusal(KVHoldError):
     """reason:        a label in metrics
     retry_after_s: None: trying again does not help
+    field:         the one that is wrong
     """
 
     def __init__(
-        self, status: int, reason: str, detail: str, *, retry_after_s: float | None = None
+        self,
+        status: int,
+        reason: str,
+        detail: str,
+        *,
+        retry_after_s: float | None = None,
+        field: str | None = None,
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.field = field
 
     def body(self, path: str) -> bytes:
-        return error_body(path, self.status, str(self))
+        return error_body(path, self.status, str(self), self.field)
 
 
-def error_body(path: str, status: int, message: str) -> bytes:
+def error_body(path: str, status: int, message: str, field: str | None = None) -> bytes:
     """The form is OpenAI's or, below /v1/messages, Anthropic's."""
     kind = _TYPES.get(status, "api_error")
     if path.startswith("/v1/messages"):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
     return msgspec.json.encode(
-        {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        {"error": {"message": message, "type": kind, "param": field, "code": status}}
     )
 
 
