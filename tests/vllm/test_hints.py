@@ -8,12 +8,14 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
+from kvhold.core.api import RetainAnswer, RetainedPrompt
 from kvhold.core.errors import NodeError
 from kvhold.core.keys import Namespace, Query
 from kvhold.core.layout import Group, Layout
-from kvhold.integrations.vllm import sessions
+from kvhold.integrations.vllm import sessions, timed_retains
 from kvhold.integrations.vllm.sessions import Sessions
 from kvhold.integrations.vllm.stats import Tally
+from kvhold.integrations.vllm.timed_retains import TimedRetains
 from kvhold.node import NodeClient
 from tests.vllm.engines import CHUNK, MakeEngine, asks, engine, forget_locally, node, tokens_held
 from tests.vllm.scheduling import Engine, NodeProcess, eventually, make_prompt
@@ -98,6 +100,20 @@ class TestActions:
         [answer] = ask(one, "a", make_prompt("few", 300), hints=[PIN | {"num_tokens": CHUNK - 1}])
         assert answer["outcome"] == "rejected"
         assert answer["reason"] == f"num_tokens is less than a chunk of {CHUNK} tokens"
+
+    def test_a_longer_prompt_takes_over_from_its_prefix(self, engine: MakeEngine) -> None:
+        one = engine(settings=ALL)
+        released = "kvhold_retains{result=released}"
+        before = status(one)["counters"].get(released, 0)
+        prompt = make_prompt("grows", 500)
+        for turn, length in enumerate((200, 300, 500)):
+            [answer] = ask(one, str(turn), prompt[:length], hints=[PIN])
+            assert answer["outcome"] == "accepted"
+            assert status(one)["counters"].get(released, 0) - before == turn
+        shorter = {"action": "pin", "ttl_s": 1}
+        ask(one, "shorter", make_prompt("grows", 600), hints=[shorter])
+        assert status(one)["counters"].get(released, 0) - before == 2
+        assert tokens_held(one, prompt) == 496
 
     def test_a_retain_ends_by_its_time(self, engine: MakeEngine) -> None:
         one = engine(settings=ALL)
@@ -323,6 +339,37 @@ SPACE = Namespace("model", Layout(groups=(_GROUP,), tokens_per_chunk=4, tail_tok
 
 def query_of(*tokens: int) -> Query:
     return SPACE.prompt(list(tokens)).query()
+
+
+class TestTimedRetains:
+    def retained(self, num_tokens: int) -> RetainedPrompt:
+        return RetainedPrompt(RetainAnswer(1, num_tokens, 0), lambda: None)
+
+    def test_prompts_that_differ_in_their_tail_are_both_kept(self) -> None:
+        known = TimedRetains()
+        first, again, other = (self.retained(6) for _ in range(3))
+        assert known.add(query_of(1, 2, 3, 4, 5, 6), first, 60, 4) == []
+        assert known.add(query_of(1, 2, 3, 4, 7, 8), other, 60, 4) == []
+        assert known.add(query_of(1, 2, 3, 4, 5, 6), again, 60, 4) == [first]
+
+    def test_a_clipped_retain_covers_only_what_it_keeps(self) -> None:
+        known = TimedRetains()
+        first, clipped = self.retained(8), self.retained(4)
+        known.add(query_of(*range(8)), first, 60, 4)
+        assert known.add(query_of(*range(12)), clipped, 60, 4) == []
+        assert known.add(query_of(*range(12)), self.retained(0), 60, 4) == []
+        assert known.add(query_of(*range(12)), self.retained(8), 60, 4) == [clipped, first]
+
+    def test_what_is_known_has_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(timed_retains, "_MOST_RETAINS", 3)
+        now_s = [0.0]
+        known = TimedRetains(lambda: now_s[0])
+        for number in range(50):
+            known.add(query_of(*[number] * 4), self.retained(4), 3, 4)
+            now_s[0] += 1
+            assert len(known) <= 3
+        now_s[0] -= 1
+        assert known.add(query_of(*[49] * 4), self.retained(4), 3, 4) != []
 
 
 class TestTurns:

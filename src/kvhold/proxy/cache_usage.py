@@ -67,12 +67,15 @@ class PromptUsage:
         """cached: tokens that the decode engine found"""
         return min(cached, self.prefill_cached or 0) if self.has_prefill else cached
 
-    def created(self, read: int, total: int) -> dict[str, int]:
-        """Return the computed tokens of the prefixes, by TTL."""
+    def created(self, read: int, cacheable: int) -> dict[str, int]:
+        """Return how many tokens of the prefixes were computed and stored, by TTL.
+
+        cacheable: tokens of the prompt that the engine can find again
+        """
         created: dict[str, int] = {}
         start = read
         for one in self.placed:
-            end = total if one.num_tokens is None else min(one.num_tokens, total)
+            end = cacheable if one.num_tokens is None else min(one.num_tokens, cacheable)
             created[one.prefix.ttl] = max(0, end - start)
             start = max(start, end)
         return created
@@ -170,7 +173,9 @@ class UsageRewriter:
             return True
         details["cached_tokens"] = read = self._prompt.read(cached)
         if self._prompt.placed:
-            details["cache_write_tokens"] = sum(self._prompt.created(read, total).values())
+            stored = _count(details.get("created_cache_tokens"))
+            cacheable = total if stored is None else cached + stored
+            details["cache_write_tokens"] = sum(self._prompt.created(read, cacheable).values())
         return True
 
     def _reconcile_messages(self, usage: dict[str, Any]) -> bool:
@@ -178,13 +183,14 @@ class UsageRewriter:
         rest = _count(usage.get("input_tokens"))
         if cached is None or rest is None:
             return False
-        total = rest + cached + (_count(usage.get("cache_creation_input_tokens")) or 0)
+        stored = _count(usage.get("cache_creation_input_tokens"))
+        total = rest + cached + (stored or 0)
         if not self._prompt.is_known:
             del usage["cache_read_input_tokens"]
             usage |= {"input_tokens": total, "cache_creation_input_tokens": None}
             return True
         read = self._prompt.read(cached)
-        created = self._prompt.created(read, total)
+        created = self._prompt.created(read, total if stored is None else cached + stored)
         usage |= {
             "input_tokens": total - read - sum(created.values()),
             "cache_creation_input_tokens": sum(created.values()),

@@ -25,6 +25,7 @@ from kvhold.core.hints import (
 from kvhold.core.keys import HASH_BYTES, Prompt, Query
 from kvhold.integrations.vllm.sessions import Sessions, SessionTurn
 from kvhold.integrations.vllm.stats import Tally
+from kvhold.integrations.vllm.timed_retains import TimedRetains
 from kvhold.node import NodeClient
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class _HintedRequest:
 
 
 class HintedRequests:
-    """All but calls to the cache and to `_sessions` runs on the scheduler's thread."""
+    """All but calls to the cache, `_sessions` and `_timed` runs on the scheduler's thread."""
 
     def __init__(
         self, config: Config, cache: NodeClient, thread: ThreadPoolExecutor, tally: Tally
@@ -68,6 +69,7 @@ class HintedRequests:
         self._tally = tally
         self._requests: dict[str, _HintedRequest] = {}
         self._sessions = Sessions()
+        self._timed = TimedRetains()
         self.refusal = ""
         """Why no hint can be carried out; empty: they can."""
 
@@ -210,6 +212,9 @@ class HintedRequests:
             )
         if hinted.turn is not None and hint.action is HintAction.RETAIN:
             hinted.turn.retains.append(retained)
+        else:
+            for needless in self._timed.add(query, retained, ttl_s, size):
+                self._close(needless)
         if retained.present_tokens < retained.num_tokens:
             self._load_missing(query)
         whole = len(query.hashes) // HASH_BYTES * size
