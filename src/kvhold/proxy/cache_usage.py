@@ -165,17 +165,16 @@ class UsageRewriter:
             return self._reconcile_messages(usage)
         details = usage.get("prompt_tokens_details")
         cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
-        total = _count(usage.get("prompt_tokens"))
-        if not isinstance(details, dict) or cached is None or total is None:
+        if not isinstance(details, dict) or cached is None:
             return False
         if self._num_prompts > 1 or not self._prompt.is_known:
             usage["prompt_tokens_details"] = None  # vLLM counts the last prompt only
             return True
         details["cached_tokens"] = read = self._prompt.read(cached)
-        if self._prompt.placed:
-            stored = _count(details.get("created_cache_tokens"))
-            cacheable = total if stored is None else cached + stored
-            details["cache_write_tokens"] = sum(self._prompt.created(read, cacheable).values())
+        stored = _count(details.get("created_cache_tokens"))
+        if self._prompt.placed and stored is not None:
+            created = self._prompt.created(read, cached + stored)
+            details["cache_write_tokens"] = sum(created.values())
         return True
 
     def _reconcile_messages(self, usage: dict[str, Any]) -> bool:
