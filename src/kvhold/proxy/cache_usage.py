@@ -1,4 +1,4 @@
-"""Make the usage in an engine's answer reconcile with what the engines computed (docs/proxy.md).
+"""Make the usage in an engine's answer reconcile with the engines' work (docs/proxy.md).
 
 Tokens are read from the cache if no engine of the request computed them. No I/O.
 """
@@ -48,7 +48,7 @@ def cached_tokens_of(answer: bytes) -> int | None:
 
 @dataclass
 class PromptUsage:
-    """What is known of a request's prompt.
+    """The parts of a request's prompt, as far as engines have told.
 
     placed:         prefixes that engines are asked to keep
     has_prefill:    a prefill engine computes the prompt, or has computed it

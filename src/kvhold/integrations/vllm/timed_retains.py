@@ -1,4 +1,4 @@
-"""The retains of an engine that end by their time, and which of them a newer one makes needless.
+"""Retains that end by their time. A newer one makes those of its prefixes needless.
 
 A conversation with cache settings asks for a retain with each turn; all of them would soon reach
 the limits of hints. No I/O, one thread.
@@ -11,7 +11,7 @@ from time import monotonic
 from kvhold.core.api import RetainedPrompt
 from kvhold.core.keys import HASH_BYTES, Query, split_hashes
 
-_MOST_RETAINS = 2048  # of which a node grants 1,024 at a time
+_MOST_RETAINS = 2048  # a node grants 1,024 at a time
 
 
 @dataclass(frozen=True)
