@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvhold.proxy import cache_fields
 from kvhold.proxy.cache_fields import BadCacheSetting, KeptPrefix, read_cache_settings
 from kvhold.proxy.prompts import Fields
 
@@ -210,6 +211,18 @@ class TestOpenAI:
         assert [one.ttl for one in read(CHAT, body)] == ["12h", "30m"]
         body["prompt_cache_options"] = {"mode": "implicit"}
         assert [one.ttl for one in read(CHAT, body)] == ["30m"]
+
+    def test_many_breakpoints_cost_no_more_than_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        numbers = []
+
+        def cut(others: Any, messages: Any, number: int, part: int) -> dict[str, Any]:
+            numbers.append(part)
+            return {}
+
+        monkeypatch.setattr(cache_fields, "_cut_messages", cut)
+        marked = text("a", EXPLICIT, "prompt_cache_breakpoint")
+        assert len(read(CHAT, {"messages": [user(*[marked] * 1000), user("b")]})) == 1
+        assert numbers == [999]
 
     @pytest.mark.parametrize(
         ("settings", "complaint"),

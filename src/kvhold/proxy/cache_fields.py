@@ -1,7 +1,8 @@
 """Read the cache settings that Anthropic's and OpenAI's clients send (docs/proxy.md). No I/O."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -23,7 +24,8 @@ _COUNTED = ("model", "tools", "tool_choice", "thinking", "output_config", "chat_
 _TOKENIZED = ("model", "tools", "chat_template", "chat_template_kwargs")
 _QUESTION = msgspec.Raw(b'[{"role":"user","content":"."}]')
 
-_encode = msgspec.json.encode
+Cut = Callable[[], dict[str, Any]]
+"""Returns the fields of the prompt up to a breakpoint."""
 
 
 class BadCacheSetting(KVHoldError):
@@ -49,12 +51,12 @@ class KeptPrefix:
 
 @dataclass(frozen=True)
 class _Breakpoint:
-    """order: of its end in the prompt; cut: the fields of the prompt up to it"""
+    """order: of its end in the prompt; cut: None: that is the prompt's end"""
 
     field: str
     ttl: str
     order: float = inf
-    cut: Fields | None = None
+    cut: Cut | None = None
 
 
 def read_cache_settings(path: str, fields: Fields) -> tuple[KeptPrefix, ...]:
@@ -87,7 +89,7 @@ def _longest(
         count = None
         if one.cut is not None:
             same = {name: fields[name] for name in counted if name in fields}
-            count = _encode({**same, **one.cut})
+            count = msgspec.json.encode({**same, **one.cut()})
         kept.append(KeptPrefix(one.field, one.ttl, ttl_s[one.ttl], count_path, count))
     return tuple(kept)
 
@@ -125,19 +127,20 @@ def _read_anthropic(fields: Fields) -> list[_Breakpoint]:
 
 def _anthropic_marks(
     decoded: dict[str, Any], fields: Fields
-) -> Iterator[tuple[str, Any, Fields | None]]:
-    """Yield each breakpoint's field, value, and the prompt up to it; None: all of it.
+) -> Iterator[tuple[str, Any, Cut | None]]:
+    """Yield each breakpoint's field, value, and cut.
 
-    A template may write the system prompt before the tools, so the prefix up to a tool has it, too.
+    A template may write the system prompt before the tools, so a tool's prefix includes it.
     """
     system = {"system": fields["system"]} if "system" in fields else {}
+    question = {**system, "messages": _QUESTION}
     for number, tool in _objects(decoded.get("tools")):
         if tool.get(_MARK) is not None:
-            cut = {"tools": _raw(decoded["tools"][: number + 1]), "messages": _QUESTION}
-            yield f"tools.{number}.{_MARK}", tool[_MARK], {**system, **cut}
+            cut = partial(_cut_list, question, "tools", decoded["tools"], number)
+            yield f"tools.{number}.{_MARK}", tool[_MARK], cut
     for number, block in _objects(decoded.get("system")):
         if block.get(_MARK) is not None:
-            cut = {"system": _raw(decoded["system"][: number + 1]), "messages": _QUESTION}
+            cut = partial(_cut_list, question, "system", decoded["system"], number)
             yield f"system.{number}.{_MARK}", block[_MARK], cut
     messages: Any = decoded.get("messages")
     for number, message in _objects(messages):
@@ -146,9 +149,8 @@ def _anthropic_marks(
             at = f"messages.{number}.content.{part}"
             is_last = (number, part) == (len(messages) - 1, len(content) - 1)
             for field, mark in _marks_of(at, block):
-                until = {**message, "content": content[: part + 1]}
-                cut = {"messages": _raw([*messages[:number], until])}
-                yield field, mark, None if is_last else {**system, **cut}
+                cut = partial(_cut_messages, system, messages, number, part)
+                yield field, mark, None if is_last else cut
     if decoded.get(_MARK) is not None:
         yield _MARK, decoded[_MARK], None
 
@@ -214,10 +216,19 @@ def _openai_breakpoints(path: str, fields: Fields, default: str) -> list[_Breakp
             if (number, part) == (len(messages) - 1, len(content) - 1):
                 found.append(_Breakpoint(field, ttl))
                 continue
-            until = [*messages[:number], {**message, "content": content[: part + 1]}]
-            cut = {"messages": _raw(until), "add_generation_prompt": msgspec.Raw(b"false")}
+            cut = partial(_cut_messages, {"add_generation_prompt": False}, messages, number, part)
             found.append(_Breakpoint(field, ttl, len(found), cut))
     return found
+
+
+def _cut_list(others: dict[str, Any], name: str, blocks: Any, number: int) -> dict[str, Any]:
+    return {**others, name: blocks[: number + 1]}
+
+
+def _cut_messages(others: dict[str, Any], messages: Any, number: int, part: int) -> dict[str, Any]:
+    last = messages[number]
+    until = {**last, "content": last["content"][: part + 1]}
+    return {**others, "messages": [*messages[:number], until]}
 
 
 def _choice(field: str, value: Any, known: Any, default: str) -> str:
@@ -232,7 +243,3 @@ def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, one in enumerate(value if isinstance(value, list) else ()):
         if isinstance(one, dict):
             yield number, one
-
-
-def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(_encode(value))
