@@ -1,71 +1,25 @@
 """The dashboard in a real Chromium: it shows why tokens are missed, and opens what is clicked."""
 
 import asyncio
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kvhold.core.keys import Namespace
 from kvhold.core.planning import ComputeCost
 from kvhold.core.store_options import StoreOptions
 from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, fill, store
+from tests.browsing import Page, browser
 from tests.control.running import running_control
-from tests.node.nodes import PATIENT_S, RunningNode
+from tests.node.nodes import RunningNode
+
+__all__ = ["browser"]
 
 SPACE = Namespace("content:1", PLAIN, title="/models/<b>one</b>")
 UPGRADED = Namespace("content:1", PLAIN, revision="2", title="/models/upgraded")
 COST = ComputeCost("request-<i>7</i>", 64, step_s=1e-3, token_s=1e-3)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed: make servers")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(flag)
-    service = webdriver.ChromeService(executable_path=driver)
-    chrome = webdriver.Chrome(options=options, service=service)
-    yield chrome
-    chrome.quit()
-
-
-class Page:
-    """The dashboard in the browser. Calls block, so they run in a thread."""
-
-    def __init__(self, browser: Any) -> None:
-        self._browser = browser
-
-    def text(self, selector: str) -> str:
-        return str(self._browser.find_element("css selector", selector).text)
-
-    def click(self, selector: str) -> None:
-        self._browser.find_element("css selector", selector).click()
-
-    def open(self, url: str) -> None:
-        self._browser.get(url)
-
-    def until(self, selector: str, *words: str) -> str:
-        until_s = time.monotonic() + PATIENT_S
-        while not all(word in (text := self.text(selector)) for word in words):
-            assert time.monotonic() < until_s, f"{selector}: {words} not in {text!r}"
-            time.sleep(0.05)
-        return text
-
-    def count(self, selector: str) -> int:
-        return len(self._browser.find_elements("css selector", selector))
-
-    @property
-    def errors(self) -> list[Any]:
-        return [one for one in self._browser.get_log("browser") if one["level"] == "SEVERE"]
 
 
 def miss(client: NodeClient, prompt: Any, **more: Any) -> None:

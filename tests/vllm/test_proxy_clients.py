@@ -2,6 +2,7 @@
 usage reconciles with what engines computed, and what is kept survives pressure.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from kvhold_lab.engines.engine import options_for
 from kvhold_lab.engines.models import make_model
 from kvhold_lab.engines.openai_server import OpenAIServer
 from kvhold_lab.servers.proxy import ProxyProcess
+from tests.browsing import Page, browser
 from tests.node.nodes import eventually
+
+__all__ = ["browser"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone]
 
@@ -215,11 +219,14 @@ def hints_of(answer: Any) -> Any:
 
 @dataclass
 class Set:
-    """servers: one that answers alone, or for the other's prefills; and the other"""
+    """servers: one that answers alone, or for the other's prefills; and the other
+    chat:    URL of the chat page
+    """
 
     servers: list[OpenAIServer]
     alone: Clients
     pair: Clients
+    chat: str
 
 
 @pytest.fixture(scope="module")
@@ -243,9 +250,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
             stack.callback(server.stop)
             server.start(PATIENT_S)
         first, second = (server.base_url.removesuffix("/v1") for server in servers)
-        alone = stack.enter_context(ProxyProcess([], [first]))
+        alone = stack.enter_context(ProxyProcess([], [first], KVHOLD_PROXY_CHAT="true"))
         pair = stack.enter_context(ProxyProcess([first], [second]))
-        yield Set(servers, Clients(alone.url), Clients(pair.url))
+        yield Set(servers, Clients(alone.url), Clients(pair.url), f"{alone.url}/chat")
 
 
 KINDS = [
@@ -302,6 +309,23 @@ def test_what_the_prefill_engine_computed_is_not_called_cached(served: Set, kind
     again = ask(system, WORDS * 10, ())
     prefill.assert_is(again)
     assert again.read > again.prompt // 2
+
+
+def test_the_chat_page_shows_what_came_from_the_cache(served: Set, browser: Any) -> None:
+    page, shown = Page(browser), []
+    page.open(served.chat)
+    page.until("#model", "demo")
+    page.run(f"document.querySelector('#system').value = 'page {WORDS * 20}'")
+    page.run("document.querySelector('#most').value = 20")
+    for number, question in enumerate(("first", "second")):
+        page.type("#text", f"{question}\n")
+        footer = page.until(f"article:nth-of-type({2 * number + 2}) footer", "answered")
+        found = re.search(r"(\d+) of (\d+) prompt tokens from the cache", footer)
+        assert found is not None, footer
+        shown.append((int(found[1]), int(found[2])))
+    assert shown[0][0] == 0
+    assert shown[1][0] > shown[1][1] // 2
+    assert page.errors == []
 
 
 # The tests below have salts, so that each has its own share of the memory for hints.

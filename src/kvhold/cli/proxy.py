@@ -46,6 +46,7 @@ from kvhold.core.proxy_config import ProxyConfig
     type=int,
     help="Send shorter prompts to a decode engine alone. [default: 256]",
 )
+@click.option("--chat", is_flag=True, help="Serve a chat as the page /chat.")
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML."
 )
@@ -57,6 +58,7 @@ def command(
     api_key_file: Path | None,
     tls_cert: Path | None,
     min_prefill_tokens: int | None,
+    chat: bool,
     config_file: Path | None,
 ) -> None:
     """Run an OpenAI-compatible proxy before prefill and decode engines, until SIGTERM or SIGINT.
@@ -72,6 +74,7 @@ def command(
         "api_key_file": None if api_key_file is None else str(api_key_file),
         "tls_cert": None if tls_cert is None else str(tls_cert),
         "min_prefill_tokens": min_prefill_tokens,
+        "chat": chat or None,
     }
     arguments = {name: value for name, value in given.items() if value is not None}
     config = load_config({"proxy": arguments} if arguments else {}, file=config_file).proxy

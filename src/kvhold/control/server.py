@@ -20,7 +20,7 @@ from kvhold.control.api import ControlApi
 from kvhold.control.exposition import CONTENT_TYPE, render, render_absent
 from kvhold.control.node import ControlledNode
 from kvhold.control.openapi import document
-from kvhold.control.pages import PAGE_POLICY, read_pages
+from kvhold.control.pages import FILES
 from kvhold.control.recorder import Recorder, state_and_samples
 from kvhold.control.refusals import ControlRefusal
 from kvhold.control.route import Route
@@ -31,6 +31,7 @@ from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import UNDECODABLE, ConfigError
 from kvhold.core.otel_config import OtelConfig
 from kvhold.net.addresses import is_loopback, split_address
+from kvhold.net.pages import PAGE_HEADERS, read_pages
 from kvhold.net.tls import server_context
 from kvhold.node.otel import not_installed
 from kvhold.node.paths import control_path, history_path, socket_path
@@ -148,7 +149,7 @@ class ControlServer:
         app = web.Application(client_max_size=self._config.max_body_bytes)
         app.on_response_prepare.append(_add_headers)
         app.router.add_get("/openapi.json", self._show_document)
-        for path, (content_type, content) in read_pages().items():
+        for path, (content_type, content) in read_pages("kvhold.control.pages", FILES).items():
             app.router.add_get(path, _page(content_type, content))
         app.router.add_get("/metrics", self._guarded(self._show_metrics))
         for route in ROUTES:
@@ -318,7 +319,7 @@ def _page(content_type: str, content: bytes) -> Handler:
             body=content,
             content_type=content_type,
             charset="utf-8",
-            headers={"Content-Security-Policy": PAGE_POLICY},
+            headers=PAGE_HEADERS,
         )
 
     return show

@@ -70,6 +70,11 @@ class ProxyConfig:
     max_attempts: int = setting(
         3, "engines that are tried for each part of a request, before its first byte", minimum=1
     )
+    chat: bool = setting(
+        False,
+        "serve the page /chat, which shows how much of each prompt came from the cache; the page "
+        "needs no key, but its requests do",
+    )
     cache_settings: bool = setting(
         True,
         "carry out cache_control, prompt_cache_options and prompt_cache_retention of clients, as "

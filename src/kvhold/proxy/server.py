@@ -17,6 +17,7 @@ from kvhold.core.errors import UNDECODABLE, ConfigError
 from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.secrets import read_secret
 from kvhold.net.addresses import is_loopback, split_address
+from kvhold.net.pages import PAGE_HEADERS, read_pages
 from kvhold.net.tls import server_context
 from kvhold.proxy.admission import Admission
 from kvhold.proxy.calls import EngineCalls
@@ -26,6 +27,7 @@ from kvhold.proxy.front import Front, ProxyExchange, ProxyKeys
 from kvhold.proxy.headers import Headers
 from kvhold.proxy.health import HealthProber
 from kvhold.proxy.metrics import ProxyMetrics
+from kvhold.proxy.pages import FILES
 from kvhold.proxy.refusals import ProxyRefusal
 
 log = logging.getLogger(__name__)
@@ -144,6 +146,10 @@ class ProxyServer:
         app.router.add_get("/proxy/engines", self._guarded(self._show_engines, check_admin))
         app.router.add_post("/proxy/drain", self._guarded(self._drain_engine, check_admin))
         app.router.add_post("/proxy/resume", self._guarded(self._resume_engine, check_admin))
+        if self._config.chat:
+            pages = read_pages("kvhold.proxy.pages", FILES)
+            for path, (content_type, content) in pages.items():
+                app.router.add_get(path, _page(content_type, content))
         app.router.add_route("*", "/{path:.*}", front.handle)
         http_log = logging.getLogger(f"{__name__}.http")
         http_log.addFilter(_QuietHttp())
@@ -237,6 +243,17 @@ class ProxyServer:
                 return ProxyExchange(request, self._config, self._metrics).refusal(refusal)
 
         return handle
+
+
+def _page(
+    content_type: str, content: bytes
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def show(request: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=content, content_type=content_type, charset="utf-8", headers=PAGE_HEADERS
+        )
+
+    return show
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
