@@ -17,6 +17,7 @@ from kvhold.proxy.prompts import Fields
 
 _MOST_HELD_BYTES = 16 << 20  # of an answer, or an event
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+_MOST_END_BYTES = 4
 _fields = msgspec.json.Decoder(Fields)
 
 
@@ -97,21 +98,24 @@ class UsageRewriter:
 
     async def events(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Rewrite a stream of events, each as a whole."""
-        held = b""
+        held = bytearray()
         try:
             async for piece in pieces:
+                searched = max(0, len(held) - _MOST_END_BYTES)
                 held += piece
-                ends = [match.end() for match in _EVENT_END.finditer(held)]
-                if not ends and len(held) <= _MOST_HELD_BYTES:
-                    continue
-                done, held = held[: ends[-1] if ends else None], held[ends[-1] :] if ends else b""
-                yield self._rewrite_events(done)
+                ends = [match.end() for match in _EVENT_END.finditer(held, searched)]
+                if not ends and len(held) > _MOST_HELD_BYTES:
+                    ends = [len(held)]
+                if ends:
+                    events = bytes(held[: ends[-1]])
+                    del held[: ends[-1]]
+                    yield self._rewrite_events(events)
         except EngineFault:
             if held:
-                yield held
+                yield bytes(held)
             raise
         if held:
-            yield held
+            yield bytes(held)
 
     async def whole(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Rewrite a JSON answer; one of more than 16 MiB passes as it is."""
