@@ -326,6 +326,17 @@ class TestUsage:
             async with proxy.client.post(proxy.url + "/v1/messages", json=plain) as response:
                 assert await response.read() == raw
 
+    async def test_an_error_passes_unchanged(self) -> None:
+        usage = of_messages(1, 2, 3)
+
+        async def script(request: web.Request, seen: Seen) -> web.StreamResponse:
+            return web.json_response({"usage": usage}, status=400)
+
+        async with engines_and_proxy(0, 1) as (_, [decode], proxy):
+            decode.script = script
+            plain = {**MESSAGES, "system": "s"}
+            assert await proxy.post("/v1/messages", plain) == (400, {"usage": usage})
+
     async def test_other_fields_of_an_answer_pass_byte_by_byte(self) -> None:
         raw = b'{"big": 18446744073709551616, "usage": %s, "f": 0.10000000000000000001}'
         sent = raw % json.dumps(of_messages(10, 0, 5)).encode()
