@@ -1,5 +1,6 @@
 """How the proxy carries out cache settings: hints to engines, refusals, and the answer's usage."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvhold.proxy import cache_usage
 from tests.proxy.scripted import (
     LONG,
     PREFILL_PARAMS,
@@ -16,6 +18,7 @@ from tests.proxy.scripted import (
     Seen,
     answers,
     engines_and_proxy,
+    never,
     writes,
 )
 
@@ -292,6 +295,32 @@ class TestUsage:
             usage = await usage_of(proxy, "/v1/messages", MESSAGES)
             assert usage["input_tokens"] == 1000
             assert not usage.get("cache_read_input_tokens")
+
+    @pytest.mark.parametrize("ask", [usage_of, last_usage])
+    async def test_a_decode_engine_may_answer_before_the_prefill_engine(self, ask: Any) -> None:
+        answered = asyncio.Event()
+
+        async def late(request: web.Request, seen: Seen) -> web.StreamResponse:
+            await answered.wait()
+            return await engine_with(of_chat(1000, 300))(request, seen)
+
+        async def early(request: web.Request, seen: Seen) -> web.StreamResponse:
+            answered.set()
+            return await engine_with(of_chat(1000, 900))(request, seen)
+
+        async with engines_and_proxy(1, 1, protocol="p2p") as ([prefill], [decode], proxy):
+            prefill.script, decode.script = late, early
+            assert await ask(proxy, "/v1/chat/completions", CHAT) == of_chat(1000, 300)
+
+    async def test_a_prefill_engine_that_never_answers_leaves_it_unknown(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cache_usage, "_PREFILL_END_S", 0.01)
+        async with engines_and_proxy(1, 1, protocol="p2p") as ([prefill], [decode], proxy):
+            prefill.script, decode.script = never, engine_with(of_chat(1000, 900))
+            usage = await usage_of(proxy, "/v1/chat/completions", CHAT)
+            assert usage["prompt_tokens_details"] is None
+            await proxy.assert_nothing_is_held()
 
     async def test_openais_written_tokens_are_those_of_breakpoints(self) -> None:
         body = {**CHAT, "prompt_cache_options": {"mode": "implicit"}}

@@ -225,7 +225,7 @@ class Set:
 
     servers: list[OpenAIServer]
     alone: Clients
-    pair: Clients
+    pairs: dict[str, Clients]
     chat: str
 
 
@@ -251,8 +251,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
             server.start(PATIENT_S)
         first, second = (server.base_url.removesuffix("/v1") for server in servers)
         alone = stack.enter_context(ProxyProcess([], [first], KVHOLD_PROXY_CHAT="true"))
-        pair = stack.enter_context(ProxyProcess([first], [second]))
-        yield Set(servers, Clients(alone.url), Clients(pair.url), f"{alone.url}/chat")
+        pairs = {}
+        for protocol, engine in (("shared", first), ("nixl", first), ("p2p", f"{first}?p2p=h:9")):
+            process = ProxyProcess([engine], [second], KVHOLD_PROXY_PROTOCOL=protocol)
+            pairs[protocol] = Clients(stack.enter_context(process).url)
+        yield Set(servers, Clients(alone.url), pairs, f"{alone.url}/chat")
 
 
 KINDS = [
@@ -292,10 +295,13 @@ def test_usage_reconciles_with_what_the_engine_computed(served: Set, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["messages", "message_stream", "chat", "completion_stream"])
-def test_what_the_prefill_engine_computed_is_not_called_cached(served: Set, kind: str) -> None:
-    ask: Ask = getattr(served.pair, kind)
+@pytest.mark.parametrize("protocol", ["shared", "nixl", "p2p"])
+def test_what_the_prefill_engine_computed_is_not_called_cached(
+    served: Set, kind: str, protocol: str
+) -> None:
+    ask: Ask = getattr(served.pairs[protocol], kind)
     prefill, decode = (Computed(server) for server in served.servers)
-    system = f"pair {kind} " + WORDS * 20
+    system = f"{protocol} {kind} " + WORDS * 20
 
     prefill.mark()
     decode.mark()

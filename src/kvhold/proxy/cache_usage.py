@@ -1,11 +1,13 @@
 """Make the usage in an engine's answer reconcile with the engines' work (docs/proxy.md).
 
-Tokens are read from the cache if no engine of the request computed them. No I/O.
+Tokens are read from the cache if no engine of the request computed them. One event loop.
 """
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,6 +20,8 @@ from kvhold.proxy.prompts import Fields
 _MOST_HELD_BYTES = 16 << 20  # of an answer, or an event
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _MOST_END_BYTES = 4
+_PREFILL_END_S = 1.0
+_TOLD = re.compile(rb'"(cached_tokens|cache_read_input_tokens)"')
 _fields = msgspec.json.Decoder(Fields)
 
 
@@ -54,11 +58,20 @@ class PromptUsage:
     placed:         prefixes that engines are asked to keep
     has_prefill:    a prefill engine computes the prompt, or has computed it
     prefill_cached: tokens that it found cached; None: it has not told
+    prefill_ended:  nothing more comes from it
     """
 
     placed: Sequence[PlacedPrefix] = ()
     has_prefill: bool = False
     prefill_cached: int | None = None
+    prefill_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait_until_known(self) -> None:
+        """A decode engine that did not wait for the prefill's end may answer a little earlier."""
+        if self.has_prefill:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PREFILL_END_S):
+                    await self.prefill_ended.wait()
 
     @property
     def is_known(self) -> bool:
@@ -109,7 +122,10 @@ class UsageRewriter:
                 if ends:
                     events = bytes(held[: ends[-1]])
                     del held[: ends[-1]]
-                    yield self._rewrite_events(events)
+                    if _TOLD.search(events):
+                        await self._prompt.wait_until_known()
+                        events = self._rewrite_events(events)
+                    yield events
         except EngineFault:
             if held:
                 yield bytes(held)
@@ -133,6 +149,7 @@ class UsageRewriter:
                 yield b"".join(held)
             raise
         if num_bytes <= _MOST_HELD_BYTES:
+            await self._prompt.wait_until_known()
             yield self.rewrite(b"".join(held))
 
     def rewrite(self, text: bytes) -> bytes:
@@ -148,13 +165,11 @@ class UsageRewriter:
         return msgspec.json.encode(fields)
 
     def _rewrite_events(self, events: bytes) -> bytes:
-        if b'"usage"' not in events:
-            return events
         lines = events.splitlines(keepends=True)
         return b"".join(self._rewrite_line(line) for line in lines)
 
     def _rewrite_line(self, line: bytes) -> bytes:
-        if not line.startswith(b"data:") or b'"usage"' not in line:
+        if not line.startswith(b"data:") or not _TOLD.search(line):
             return line
         text = line.removeprefix(b"data:").strip()
         rewritten = self.rewrite(text)

@@ -175,7 +175,8 @@ class Forwarder:
             params, result = None, "failed"
         finally:
             self._metrics.prefills.labels(result).inc()
-        request.usage.has_prefill = params is not None
+            request.usage.has_prefill = result == "done"
+            request.usage.prefill_ended.set()
         if params is not None:
             self._metrics.prefill_seconds.observe(time.monotonic() - began)
         return params
