@@ -254,6 +254,30 @@ def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> 
 
 
 @command.command()
+@default_option("--chunks", 1_000_000, "Chunks in memory.", click.IntRange(1_000))
+@default_option("--namespaces", 200, "They share the chunks.", click.IntRange(1))
+@default_option("--scrapes", 1_000, "Of the metrics.", click.IntRange(1))
+@default_option("--calls", 10_000, "Of the API.", click.IntRange(1))
+@json_option()
+def control(chunks: int, namespaces: int, scrapes: int, calls: int, json_file: Path | None) -> None:
+    """The cost of scrapes and API calls to lookups, and the time until the dashboard is shown."""
+    with needing("'kvhold[control]'"):
+        from kvhold_lab.bench.control import ControlRow, ControlSizes, rows
+
+    click.echo(f"{_machine()}\n")
+    measured: list[ControlRow] = []
+    sizes = ControlSizes(chunks=chunks, namespaces=namespaces, scrapes=scrapes, calls=calls)
+    for row in rows(sizes):
+        measured.append(row)
+        limit = "" if row.limit is None else f"limit {row.limit:g}, ratio {row.ratio:.3f}"
+        click.echo(
+            f"{row.name:66} {row.value:10.3f} {row.unit:3} {limit} "
+            f"{'NOT MET' if row.ok is False else ''}"
+        )
+    write_rows(json_file, measured)
+
+
+@command.command()
 @default_option("--rounds", 9, "Rounds of each measurement.", click.IntRange(1))
 @default_option("--chunks", 100_000, "Chunks of each of the 8 peers.", click.IntRange(1_000))
 @json_option()

@@ -76,11 +76,13 @@ def rows(load: OverloadSizes) -> Iterator[OverloadRow]:
             serving(["--config", str(settings), "--socket", str(path)], ram_bytes=ram_bytes),
             ExitStack() as stack,
         ):
-            clients = [stack.enter_context(_Client(path)) for _ in range(load.clients)]
+            clients = [stack.enter_context(RawClient(path)) for _ in range(load.clients)]
             yield from _node_rows(clients, path, load)
 
 
-def _node_rows(clients: list["_Client"], path: Path, load: OverloadSizes) -> Iterator[OverloadRow]:
+def _node_rows(
+    clients: list["RawClient"], path: Path, load: OverloadSizes
+) -> Iterator[OverloadRow]:
     client = clients[0]
     for space in (WIDE, PLAIN):
         client.ask(m.Register(space.layout, space.digest))
@@ -146,7 +148,7 @@ def _node_rows(clients: list["_Client"], path: Path, load: OverloadSizes) -> Ite
 
 
 def _stores_and_lookups(
-    client: "_Client", path: Path, short: Query, load: OverloadSizes
+    client: "RawClient", path: Path, short: Query, load: OverloadSizes
 ) -> Iterator[OverloadRow]:
     code = (
         f"from kvhold_lab.bench.overload import store_steadily; store_steadily({str(path)!r}, "
@@ -186,33 +188,33 @@ def _stores_and_lookups(
 def store_steadily(path: str, count: int) -> None:
     """A process's entry point. Ends with standard input."""
     with ExitStack() as stack:
-        clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
+        clients = [stack.enter_context(RawClient(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")
         sys.stdout.flush()
         refused, due_s = 0, time.perf_counter()
         while not select.select([0], [], [], 0)[0]:
             for client in clients:
-                refused += not _store(client, PLAIN, _fresh(PLAIN, 8), 0)
+                refused += not store_unwritten(client, PLAIN, fresh_names(PLAIN, 8), 0)
                 due_s += _PACE_S / count
                 time.sleep(max(0.0, due_s - time.perf_counter()))
         sys.stdout.write(json.dumps({"refused": refused}))
 
 
-def _store_all(client: "_Client", load: OverloadSizes) -> tuple[Query, Query]:
+def _store_all(client: "RawClient", load: OverloadSizes) -> tuple[Query, Query]:
     size = WIDE.layout.tokens_per_chunk
-    long = _fresh(WIDE, load.long_tokens // size)
+    long = fresh_names(WIDE, load.long_tokens // size)
     for shard in range(WIDE.shards):
         for names in _parts(long, _AT_ONCE // 6):
-            assert _store(client, WIDE, names, shard)
+            assert store_unwritten(client, WIDE, names, shard)
     left = load.chunks - len(long) * 6 * WIDE.shards
-    short = _fresh(PLAIN, 32_000 // size)
-    assert _store(client, PLAIN, short, 0)
+    short = fresh_names(PLAIN, 32_000 // size)
+    assert store_unwritten(client, PLAIN, short, 0)
     for _ in range(max(0, left) // _AT_ONCE):
-        assert _store(client, PLAIN, _fresh(PLAIN, _AT_ONCE), 0)
-    return _query(WIDE, long), _query(PLAIN, short)
+        assert store_unwritten(client, PLAIN, fresh_names(PLAIN, _AT_ONCE), 0)
+    return query_of(WIDE, long), query_of(PLAIN, short)
 
 
-def _store(client: "_Client", space: Namespace, names: ChunkNames, shard: int) -> bool:
+def store_unwritten(client: "RawClient", space: Namespace, names: ChunkNames, shard: int) -> bool:
     granted = client.ask(m.Reserve(space.layout.fingerprint, names, shard))
     if not granted.reservation:
         return False
@@ -221,7 +223,7 @@ def _store(client: "_Client", space: Namespace, names: ChunkNames, shard: int) -
     return True
 
 
-def _fresh(space: Namespace, num_chunks: int) -> ChunkNames:
+def fresh_names(space: Namespace, num_chunks: int) -> ChunkNames:
     return ChunkNames(space.digest, os.urandom(num_chunks * HASH_BYTES))
 
 
@@ -230,7 +232,7 @@ def _parts(names: ChunkNames, most: int) -> Iterator[ChunkNames]:
         yield ChunkNames(names.namespace, names.hashes[at * HASH_BYTES : (at + most) * HASH_BYTES])
 
 
-def _query(space: Namespace, names: ChunkNames) -> Query:
+def query_of(space: Namespace, names: ChunkNames) -> Query:
     return Query(space.digest, space.layout.fingerprint, space.shards, names.hashes)
 
 
@@ -392,7 +394,7 @@ def _until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-class _Client:
+class RawClient:
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(600)
@@ -441,7 +443,7 @@ class _Client:
         except (OSError, AssertionError):
             return False
 
-    def __enter__(self) -> "_Client":
+    def __enter__(self) -> "RawClient":
         return self
 
     def __exit__(self, *_: object) -> None:
