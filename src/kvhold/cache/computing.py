@@ -428,7 +428,7 @@ def _known(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
 
 
 def _speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
-    """The other engine's own speeds count, if both differ by no more than their errors."""
+    """The other engine's own speeds count, unless the two differ by more than their errors."""
     alike = _with_speed(cost, other)
     if not cost.is_known or not other.is_known:
         return alike if other.is_known else cost

@@ -1,4 +1,7 @@
-"""Of chunks with the fewest uses, the oldest. Uses do not decay. A removal forgets them."""
+"""Evicts the chunk with the fewest uses; of several, the oldest.
+
+Uses do not decay. A removal forgets them.
+"""
 
 from collections.abc import Sequence
 
