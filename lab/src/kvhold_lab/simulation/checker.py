@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvhold.cache.computing import AnnouncementWait
+from kvhold.cache.index.names import chunk_names, tail_names
 from kvhold.cache.state import CacheState
 from kvhold.codecs.frame import checksum
 from kvhold.core.checksums import unpack
@@ -60,6 +61,7 @@ class Checker:
         self.scrubbing: Callable[[], list[Entry]] = list
         self.lent: Callable[[], list[Entry]] = list
         self.handovers: HandoverPromises | None = None
+        self.num_prompt_clears = 0
 
     def watch(self, number: int, state: CacheState, data: bytearray) -> CheckedMemory:
         memory = CheckedMemory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
@@ -145,6 +147,11 @@ class Checker:
             case m.Clear(), m.Done():
                 self.promise.cleared(request.namespace or b"", asked[0], self._world.number())
                 self._world.note("cleared %s", (request.namespace or b"").hex()[:8])
+            case m.ClearPrompt(only_end=False), m.Done():
+                self.num_prompt_clears += 1
+                for _, name in (*chunk_names(request.query), *tail_names(request.query)):
+                    self.promise.cleared(name, asked[0], self._world.number())
+                self._world.note("cleared a prompt")
 
     def committing(self, owner: Any, reservation: int, chunks: list[int]) -> None:
         assert self._state is not None
@@ -294,6 +301,7 @@ class Checker:
             "retained names": len(state._retains._kept),
             "retained prompts": len(state._retains._retains()),
             "clears": state._clears,
+            "clears of prompts": len(state.prompt_clears),
         }
         for name, count in left.items():
             if count:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard
 from kvhold_lab.simulation.world import SimLoop, World
@@ -66,7 +66,10 @@ class Promise(Protocol):
 
 
 class OneHost:
-    """Every answered clear binds."""
+    """Every answered clear binds.
+
+    A clear's prefix is that of keys: nothing, a namespace, or a chunk's name.
+    """
 
     def __init__(self) -> None:
         self.stored: dict[bytes, int] = {}
@@ -88,10 +91,10 @@ class OneHost:
     def binding(
         self, key: bytes, origin: SimOrigin | None, asked: int, asked_s: float
     ) -> Iterator[tuple[int, str]]:
-        for prefix in (b"", key[:NAMESPACE_BYTES]):
+        for prefix in (b"", key[:NAMESPACE_BYTES], key[:NAME_BYTES]):
             began, done = self._clears.get(prefix, (0, 0))
             if done and asked > done:
-                yield began, "a clear"
+                yield began, "a clear" if len(prefix) < NAME_BYTES else "its prompt's clear"
 
 
 class Markers:

@@ -534,6 +534,10 @@ class SimClient:
         await self.call(await self.link(), m.Clear(namespace), m.Done)
         await self.flush(0)
 
+    async def clear_prompt(self, prompt: Prompt, *, only_end: bool) -> None:
+        await self.register(prompt.namespace)
+        await self.call(await self.link(), m.ClearPrompt(prompt.query(), only_end), m.Done)
+
     async def flush(self, mark: int | None) -> None:
         link = await self.link()
         if mark is None:

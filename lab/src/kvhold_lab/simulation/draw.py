@@ -15,6 +15,7 @@ _CHUNK_BYTES = 4096
 _LEARNED = 0.2  # the share of seeds
 _COMPUTING = 0.25  # the same
 _HANDOVERS = 0.2  # of seeds with one host
+_PROMPT_CLEARS = 0.3  # the same
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -49,6 +50,7 @@ class Draw:
     one_turn_keys: int
     computing: bool
     handovers: bool
+    prompt_clears: bool
 
 
 def draw(random: Random, *, seed: int) -> Draw:
@@ -79,6 +81,7 @@ def draw(random: Random, *, seed: int) -> Draw:
         one_turn_keys=random.choice((0, 0, 250)),
         computing=Random(f"computing {seed}").random() < _COMPUTING,
         handovers=Random(f"handovers {seed}").random() < _HANDOVERS,
+        prompt_clears=Random(f"prompt clears {seed}").random() < _PROMPT_CLEARS,
     )
 
 

@@ -337,6 +337,7 @@ def draw_small(random: Random, *, seed: int) -> Draw:
         node=replace(base.node, write_behind_bytes=behind_bytes, quota_bytes=0),
         spaces=spaces,
         handovers=False,
+        prompt_clears=False,
         trouble=random.choice((0.0, 0.3, 1.0, 2.0)),
         prompts=tuple(space.prompt(text) for space in spaces for text in texts),
         pressure_s=random.choice((0.0, 0.2, 0.2, 0.5)),

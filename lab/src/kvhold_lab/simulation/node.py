@@ -229,6 +229,7 @@ class SimNode(server.Node):
             not self.connections
             and not state.has_chores
             and not state._clears
+            and not len(state.prompt_clears)
             and not len(state._writes)
             and not state._searches._searches
             and not state._searches.num_arriving
@@ -252,7 +253,8 @@ class SimNode(server.Node):
         self.loop.call_soon(end_tier_worker)
 
     def kill(self) -> None:
-        self.checker.node_died(clears_done=not self.state._clears)
+        state = self.state
+        self.checker.node_died(clears_done=not state._clears and not len(state.prompt_clears))
         for connection in self.connections:
             if connection._transport is not None:
                 connection._transport._end.close()  # type: ignore[attr-defined]

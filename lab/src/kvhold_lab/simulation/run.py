@@ -250,6 +250,12 @@ class Simulation:
         if self.draw.handovers and random.random() < 0.3:
             await self.handovers.operate(client, prompt)
             return
+        if self.draw.prompt_clears and random.random() < 0.15:
+            await client.clear_prompt(prompt, only_end=random.random() < 0.2)
+            if random.random() < 0.7:
+                wait_s = random.choice((0.0, 10.0))
+                await client.load(prompt, have_tokens=0, work=None, wait_s=wait_s, share=False)
+            return
         dice = random.random()
         if dice < 0.34:
             first = random.randrange(prompt.num_whole + 1) if random.random() < 0.2 else 0
@@ -544,7 +550,11 @@ class Simulation:
             owing = [
                 guard
                 for guard in guards
-                if (guard.clears.suppressed.pending or guard.clears.garbage)
+                if (
+                    guard.clears.suppressed.pending
+                    or guard.clears.garbage
+                    or guard.chunk_clears.num_pending
+                )
                 and not guard.config.read_only
             ]
             return node.settled and not owing and not any(guard._stuck for guard in guards)

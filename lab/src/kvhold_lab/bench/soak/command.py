@@ -140,7 +140,7 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
     "--mutation",
     "names",
     multiple=True,
-    help="With --mutations: only this patch, also a rare one; may be repeated.",
+    help="Apply only this patch, also a rare one; may be repeated.",
 )
 @click.option(
     "--hosts",
@@ -166,7 +166,7 @@ def simulation(
 
     if trace:
         raise SystemExit(soak.trace(first, hosts=hosts or 0))
-    if mutations:
+    if mutations or names:
         _report(
             lambda: soak.run_mutations(seeds, first, names=names, hosts=hosts or 0, tell=tell),
             json_file,
