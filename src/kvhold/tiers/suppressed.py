@@ -77,7 +77,7 @@ class Suppressed:
         return self._began_s.get(prefix, 0.0)
 
     def settle(self, prefix: bytes, number: int) -> None:
-        """Its values are removed."""
+        """End a clear whose values are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
         if self._due.get(prefix, 0) <= number:
