@@ -21,11 +21,10 @@ OWN_FIELDS = ("hints", "session_id", "end_session")
 _SUPERSEDED, _TTL = "superseded", "ttl"
 _PROMPT, _SESSION = "prompt", "session"
 _MOST_QUOTED = 60
+_PLACES = ("source_control_endpoint", "block_hashes", "mode", "source", "target")
 
 
 class HintAction(StrEnum):
-    """SHARE and FETCH are known, but not carried out."""
-
     PIN = "pin"
     RETAIN = "retain"
     PREFETCH = "prefetch"
@@ -77,7 +76,9 @@ class Hint:
 
 @dataclass(frozen=True)
 class HintAnswer:
-    """num_tokens: of the prompt, from its start, that the action holds for"""
+    """num_tokens: of the prompt, from its start, that the action holds for
+    sources:    of these, by the place that they were found in
+    """
 
     field: str
     id: str
@@ -85,10 +86,14 @@ class HintAnswer:
     outcome: HintOutcome
     reason: str = ""
     num_tokens: int = 0
+    sources: Mapping[str, int] | None = None
+
+    def of(self, sources: Mapping[str, int]) -> "HintAnswer":
+        return replace(self, sources=dict(sources))
 
     def as_json(self) -> dict[str, Any]:
         answer: dict[str, Any] = {"field": self.field, "outcome": str(self.outcome)}
-        for name in ("id", "action", "reason", "num_tokens"):
+        for name in ("id", "action", "reason", "num_tokens", "sources"):
             if value := getattr(self, name):
                 answer[name] = value
         return answer
@@ -198,7 +203,7 @@ def _own_hints(field: str, value: Any) -> Iterator[Hint | HintAnswer]:
 def _own_hint(field: str, value: Any) -> Hint | HintAnswer:
     hint_id = action = ""
     try:
-        known = ("id", "action", "ttl_s", "until", "target", "num_tokens")
+        known = ("id", "action", "ttl_s", "until", "target", "num_tokens", *_PLACES)
         one = dict(_fields(field, value, known))
         hint_id = _name(f"{field}.id", one.pop("id", None))
         kind = _kind(f"{field}.action", one.pop("action", None))
@@ -210,7 +215,9 @@ def _own_hint(field: str, value: Any) -> Hint | HintAnswer:
 
 def _hint(field: str, hint_id: str, kind: HintAction, at: str, payload: Any) -> Hint:
     if kind in (HintAction.SHARE, HintAction.FETCH):
-        return Hint(field, hint_id, kind)  # its payload is not read
+        _check_no_place(at, payload)
+        num_tokens = _fields(at, payload, ("num_tokens",)).get("num_tokens")
+        return Hint(field, hint_id, kind, num_tokens=_count(f"{at}.num_tokens", num_tokens))
     if kind in (HintAction.PREFETCH, HintAction.DEMOTE):
         target = _fields(at, payload, ("target",)).get("target", _PROMPT)
         if target not in (_PROMPT, _SESSION):
@@ -226,17 +233,25 @@ def _hint(field: str, hint_id: str, kind: HintAction, at: str, payload: Any) -> 
         raise _BadHint(f"{at}.ttl_s", "it is missing: say for how many seconds")
     if ttl_s is not None and not _is_time(ttl_s):
         raise _BadHint(f"{at}.ttl_s", f"{_quoted(ttl_s)} must be a number above 0 to {MAX_TTL_S:g}")
-    num_tokens = values.get("num_tokens")
-    if num_tokens is not None and not _is_count(num_tokens):
-        raise _BadHint(f"{at}.num_tokens", f"{_quoted(num_tokens)} must be a whole number above 0")
     return Hint(
         field,
         hint_id,
         kind,
         None if ttl_s is None else float(ttl_s),
         until == _SUPERSEDED,
-        num_tokens=num_tokens,
+        num_tokens=_count(f"{at}.num_tokens", values.get("num_tokens")),
     )
+
+
+def _check_no_place(at: str, payload: Any) -> None:
+    """A request must not make the node contact an address."""
+    for name in _PLACES:
+        if isinstance(payload, Mapping) and name in payload:
+            raise _BadHint(
+                f"{at}.{name}",
+                "no place is taken from a request: leave it out, and the tiers and peers of the "
+                "node's settings are used, for the request's own prompt",
+            )
 
 
 def _is_time(value: Any) -> bool:
@@ -247,8 +262,12 @@ def _is_time(value: Any) -> bool:
     )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _count(field: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise _BadHint(field, f"{_quoted(value)} must be a whole number above 0")
+    return value
 
 
 def _fields(field: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:

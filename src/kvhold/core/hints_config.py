@@ -11,7 +11,7 @@ class HintsConfig:
         (),
         "actions that requests may ask for, such as `pin retain prefetch demote`; empty: every "
         "hint is answered with rejected (vLLM)",
-        choices=("pin", "retain", "prefetch", "demote"),
+        choices=("pin", "retain", "prefetch", "demote", "share", "fetch"),
     )
     sessions: bool = setting(
         False,

@@ -1,6 +1,7 @@
 """Carry out the hints of requests, and answer each (docs/hints.md).
 
-A hint is carried out on the lookup thread, on its request's own prompt; `demote` after the request.
+A hint is carried out on the lookup thread, on its request's own prompt; `demote` after the request,
+`fetch` and `share` on threads of their own.
 Answers go back with the request's last output. A hint never fails a request, nor delays its end.
 """
 
@@ -23,6 +24,7 @@ from kvhold.core.hints import (
     read_hints,
 )
 from kvhold.core.keys import HASH_BYTES, Prompt, Query
+from kvhold.integrations.vllm.hinted_moves import NOWHERE, TOO_MANY, HintedMoves
 from kvhold.integrations.vllm.sessions import Sessions, SessionTurn
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.timed_retains import TimedRetains
@@ -36,15 +38,28 @@ log = logging.getLogger(__name__)
 ANSWERED = "kvhold_hints"
 """The field of the answer's `kv_transfer_params`: a list of answers."""
 
-_NOT_BUILT = (HintAction.SHARE, HintAction.FETCH)
+_MOVES = (HintAction.SHARE, HintAction.FETCH)
 _UNKNOWN = "unknown"  # the action of a hint that cannot be read
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass(frozen=True)
+class _Move:
+    """whole: tokens that can be stored"""
+
+    hint: Hint
+    query: Query
+    whole: int
+    work: "Future[HintAnswer]"
 
 
 @dataclass(eq=False)
 class _HintedRequest:
     """answered: at its arrival
     pending:  to be carried out by `work`
+    moves:    begun by `work`
+    shares:   to be carried out again when the request's chunks are stored
+    is_late:  `work` was not done at the request's end
     prompt:   set by `work`; None: not named
     """
 
@@ -52,6 +67,9 @@ class _HintedRequest:
     stores: bool
     answered: list[HintAnswer] = field(default_factory=list)
     pending: list[Hint] = field(default_factory=list)
+    moves: list[_Move] = field(default_factory=list)
+    shares: list[_Move] = field(default_factory=list)
+    is_late: bool = False
     work: "Future[list[HintAnswer]] | None" = None
     prompt: Prompt | None = None
     turn: SessionTurn | None = None
@@ -70,6 +88,7 @@ class HintedRequests:
         self._requests: dict[str, _HintedRequest] = {}
         self._sessions = Sessions()
         self._timed = TimedRetains()
+        self._moves = HintedMoves(cache)
         self.refusal = ""
         """Why no hint can be carried out; empty: they can."""
 
@@ -106,20 +125,41 @@ class HintedRequests:
             return {}
         answers = list(hinted.answered)
         if hinted.work is not None:
-            answers += (
-                hinted.work.result()
-                if hinted.work.done()
-                else [
+            hinted.stores = hinted.stores and request.status in _COMPLETE
+            if hinted.work.done():
+                answers += hinted.work.result()
+                answers += [self._count(self._moved(move, hinted)) for move in hinted.moves]
+            else:
+                hinted.is_late = hinted.stores
+                answers += [
                     hint.answer(HintOutcome.DEFERRED, "the node has not answered yet")
                     for hint in hinted.pending
                 ]
-            )
             self._follow_up(hinted, request)
         return {ANSWERED: [answer.as_json() for answer in answers]} if answers else {}
 
+    def close(self) -> None:
+        self._moves.close()
+
+    def _moved(self, move: _Move, hinted: _HintedRequest) -> HintAnswer:
+        """Waits for nothing."""
+        hint, answer = move.hint, None
+        if move.work.done():
+            try:
+                answer = move.work.result()
+            except Exception:
+                log.exception("kvhold: hint %s", hint.field)
+                answer = hint.answer(HintOutcome.REJECTED, "an error in kvhold")
+        is_short = answer is None or answer.num_tokens < move.whole
+        is_again = answer is None or answer.outcome is not HintOutcome.REJECTED
+        if hint.action is HintAction.SHARE and hinted.stores and is_short and is_again:
+            if not self._moves.reserve():
+                return hint.answer(HintOutcome.REJECTED, TOO_MANY)
+            hinted.shares.append(move)
+            return hint.answer(HintOutcome.DEFERRED, "at the request's end", move.whole)
+        return answer or hint.answer(HintOutcome.DEFERRED, "begun", move.whole)
+
     def _why_not(self, hint: Hint, naming: "Future[Prompt | None] | None") -> str:
-        if hint.action in _NOT_BUILT:
-            return "kvhold does not carry out this action"
         if str(hint.action) not in self._config.hints.actions:
             return "the engine's setting hints.actions does not allow this action"
         if hint.needs_session and not self._config.hints.sessions:
@@ -150,7 +190,8 @@ class HintedRequests:
         superseded = None
         if self._is_turn(read) and prompt.num_whole:
             hinted.turn, superseded = self._sessions.begin(read.session_id, query)
-        answers = [self._do(hint, hinted, prompt, query) for hint in hinted.pending]
+        done = [self._do(hint, hinted, prompt, query) for hint in hinted.pending]
+        answers = [answer for answer in done if answer is not None]
         if superseded is not None:
             for retained in superseded.retains:
                 self._close(retained)
@@ -158,8 +199,13 @@ class HintedRequests:
                 self._demote(superseded.query, superseded.first_chunk)
         return [self._count(answer) for answer in answers]
 
-    def _do(self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query) -> HintAnswer:
+    def _do(
+        self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query
+    ) -> HintAnswer | None:
+        """None: its answer is that of a move."""
         try:
+            if hint.action in _MOVES:
+                return self._move(hint, hinted, prompt, query)
             if hint.of_session:
                 return self._do_for_session(hint, hinted.read.session_id, query)
             if hint.action is HintAction.DEMOTE:
@@ -186,22 +232,31 @@ class HintedRequests:
             return hint.answer(HintOutcome.MISSING, "no idle chunk of it is in memory")
         return hint.answer(HintOutcome.ACCEPTED)
 
+    def _move(
+        self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query
+    ) -> HintAnswer | None:
+        asked = _first_tokens(hint, prompt, query)
+        if isinstance(asked, HintAnswer):
+            return asked
+        if hint.action is HintAction.SHARE and not self._moves.can_share():
+            return hint.answer(HintOutcome.REJECTED, NOWHERE)
+        if not self._moves.reserve():
+            return hint.answer(HintOutcome.REJECTED, TOO_MANY)
+        whole = _whole_tokens(asked, prompt.namespace.layout.tokens_per_chunk)
+        begin = self._moves.fetch if hint.action is HintAction.FETCH else self._moves.share
+        hinted.moves.append(_Move(hint, asked, whole, begin(hint, asked, whole)))
+        return None
+
     def _retain(
         self, hint: Hint, hinted: _HintedRequest, prompt: Prompt, query: Query
     ) -> HintAnswer:
         most_s = self._config.hints.max_ttl_s
         ttl_s = most_s if hint.ttl_s is None else min(hint.ttl_s, most_s)
         size = prompt.namespace.layout.tokens_per_chunk
-        if not prompt.num_whole:
-            return hint.answer(
-                HintOutcome.REJECTED, f"the prompt is shorter than a chunk of {size} tokens"
-            )
-        if hint.num_tokens is not None and hint.num_tokens < prompt.num_tokens:
-            if hint.num_tokens < size:
-                return hint.answer(
-                    HintOutcome.REJECTED, f"num_tokens is less than a chunk of {size} tokens"
-                )
-            query = query.first_chunks(hint.num_tokens // size)
+        asked = _first_tokens(hint, prompt, query)
+        if isinstance(asked, HintAnswer):
+            return asked
+        query = asked
         retained = self._cache.retain(query, ttl_s)
         if not retained.num_tokens:
             return hint.answer(HintOutcome.REJECTED, "the limits of hints are reached")
@@ -217,8 +272,7 @@ class HintedRequests:
                 self._close(needless)
         if retained.present_tokens < retained.num_tokens:
             self._load_missing(query)
-        whole = len(query.hashes) // HASH_BYTES * size
-        whole += query.tail_lengths[-1] if query.tail_lengths else 0
+        whole = _whole_tokens(query, size)
         reasons = []
         if retained.num_tokens < whole:
             reasons.append(f"only {retained.num_tokens} tokens fit the memory for hints")
@@ -242,7 +296,8 @@ class HintedRequests:
         demotes = is_complete and any(
             hint.action is HintAction.DEMOTE and not hint.of_session for hint in hinted.pending
         )
-        if not demotes and not (is_turn and (is_complete or hinted.read.ends_session)):
+        ends_turn = is_turn and (is_complete or hinted.read.ends_session)
+        if not (demotes or hinted.shares or hinted.is_late or ends_turn):
             return
         generated: list[int] = []
         if is_complete and self._config.save_decode and not request.resumable:
@@ -252,6 +307,11 @@ class HintedRequests:
 
     def _after(self, hinted: _HintedRequest, generated: list[int], demotes: bool) -> None:
         prompt, read = hinted.prompt, hinted.read
+        if hinted.is_late:
+            shares = [move for move in hinted.moves if move.hint.action is HintAction.SHARE]
+            hinted.shares = [move for move in shares if self._moves.reserve()]
+        for move in hinted.shares:
+            self._moves.share_stored(move.hint, move.query, move.whole)
         if prompt is None:
             return
         try:
@@ -281,3 +341,22 @@ class HintedRequests:
     def _count(self, answer: HintAnswer) -> HintAnswer:
         self._tally.add("hints", 1, answer.action or _UNKNOWN, str(answer.outcome))
         return answer
+
+
+def _first_tokens(hint: Hint, prompt: Prompt, query: Query) -> Query | HintAnswer:
+    """The query of the chunks that the hint is about, or its rejection."""
+    size = prompt.namespace.layout.tokens_per_chunk
+    if not prompt.num_whole:
+        reason = f"the prompt is shorter than a chunk of {size} tokens"
+        return hint.answer(HintOutcome.REJECTED, reason)
+    if hint.num_tokens is None or hint.num_tokens >= prompt.num_tokens:
+        return query
+    if hint.num_tokens < size:
+        reason = f"num_tokens is less than a chunk of {size} tokens"
+        return hint.answer(HintOutcome.REJECTED, reason)
+    return query.first_chunks(hint.num_tokens // size)
+
+
+def _whole_tokens(query: Query, size: int) -> int:
+    tail = query.tail_lengths[-1] if query.tail_lengths else 0
+    return len(query.hashes) // HASH_BYTES * size + tail

@@ -429,6 +429,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._lookup_thread.shutdown(wait=True, cancel_futures=True)
+        self.hints.close()
         if self._others is not None:
             self._others.close()
         self._cache.close()
