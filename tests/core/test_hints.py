@@ -95,10 +95,19 @@ def test_an_action_may_be_spelt_as_the_field_does(spelling: str) -> None:
     assert hint.action is HintAction.DEMOTE
 
 
-def test_a_fetch_of_a_router_is_read_without_its_payload() -> None:
+def test_a_fetch_of_a_router_names_no_place() -> None:
     fetch = action("kv.fetch", source_control_endpoint="tcp://h:1", block_hashes=[1], mode="copy")
-    (hint,) = read_hints(None, {"kv_hint": envelope(fetch)}).hints
-    assert hint.action is HintAction.FETCH
+    answer = the_refused(read_hints(None, {"kv_hint": envelope(fetch)}))
+    assert answer.action == "fetch"
+    assert "payload.source_control_endpoint: no place is taken from a request" in answer.reason
+
+
+@pytest.mark.parametrize("kind", [HintAction.FETCH, HintAction.SHARE])
+def test_a_fetch_or_share_may_be_of_the_first_tokens(kind: HintAction) -> None:
+    (hint,) = read_hints(envelope(action(f"kv.{kind}", num_tokens=64)), None).hints
+    assert (hint.action, hint.num_tokens) == (kind, 64)
+    (hint,) = read_hints(None, own({"action": str(kind)})).hints
+    assert (hint.action, hint.num_tokens) == (kind, None)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +123,10 @@ def test_a_fetch_of_a_router_is_read_without_its_payload() -> None:
         ({"num_tokens": True, **PIN}, "num_tokens: True must"),
         ({"num_tokens": 1.0, **PIN}, "num_tokens: 1.0 must"),
         ({"action": "demote", "num_tokens": 1}, "there is no field 'num_tokens'; known are target"),
+        ({"action": "fetch", "num_tokens": 0}, "num_tokens: 0 must be a whole number"),
+        ({"action": "fetch", "source": "tcp://h:1"}, "source: no place is taken from a request"),
+        ({"action": "share", "target": "disk"}, "target: no place is taken from a request"),
+        ({"action": "share", "ttl_s": 1}, "there is no field 'ttl_s'; known are num_tokens"),
         ({"action": "pin", "ttl_s": 1, "until": "superseded"}, "until: only retain"),
         ({"action": "retain", "ttl_s": 1, "until": "noon"}, "until: 'noon' must be 'ttl'"),
         ({"action": "retain", "until": "superseded"}, "needs a session_id"),

@@ -13,6 +13,7 @@ from kvhold.core.errors import NodeError
 from kvhold.core.keys import Namespace, Query
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm import sessions, timed_retains
+from kvhold.integrations.vllm.hinted_moves import NOWHERE
 from kvhold.integrations.vllm.sessions import Sessions
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.timed_retains import TimedRetains
@@ -187,11 +188,14 @@ class TestActions:
         one.run()
         [answer] = one.handed["a"]["kvhold_hints"]
         assert answer["id"] == "1"
-        expected = ("accepted", None) if shape == "kv_hints" else ("rejected", NOT_BUILT)
-        assert (answer["outcome"], answer.get("reason")) == expected
+        assert answer["outcome"] == ("accepted" if shape == "kv_hints" else "rejected")
+        assert shape == "kv_hints" or "no place is taken from a request" in answer["reason"]
 
-
-NOT_BUILT = "kvhold does not carry out this action"
+    def test_a_share_without_a_place_to_share_is_rejected(self, engine: MakeEngine) -> None:
+        one = engine(settings={"hints": {"actions": "share fetch"}})
+        prompt = make_prompt("shared", 300)
+        [answer] = ask(one, "a", prompt, hints=[{"action": "share"}])
+        assert (answer["outcome"], answer["reason"]) == ("rejected", NOWHERE)
 
 
 class TestRefusals:
