@@ -14,6 +14,7 @@ from kvhold.core.hints import Hint, HintAction, HintAnswer
 from kvhold.integrations.vllm import hinted_moves
 from kvhold.integrations.vllm.hinted_moves import HintedMoves
 from kvhold.node import NodeClient
+from kvhold.node.namespaces import namespace_for_prompts
 from kvhold.testing.cache import a_prompt, store
 from kvhold_lab.engines.engine import Engine, options_for
 from kvhold_lab.engines.models import make_model
@@ -239,7 +240,8 @@ def test_all_actions_of_a_real_engine_across_memory_disk_and_a_peer(
         eventually(lambda: in_memory_of(client, namespace, own) == 640)
         done = {"action": "share", "outcome": "accepted", "num_tokens": 640}
         assert ask(engine, own, share) == [done]
-        other = fleet.start("other", shared(tmp_path)).client()
+        space = namespace_for_prompts(client, namespace.hex())
+        other = joined(fleet.start("other", shared(tmp_path)), space)
         with other.lookup(query_of(client, namespace.hex(), own), wait_s=PATIENT_S) as hit:
             assert hit.sources == {"fs": 640}, "another host reads what was shared"
         leave_memory(client, "disk", query_of(client, namespace.hex(), theirs))
