@@ -33,14 +33,14 @@ from kvhold.core.reasons import Reason
 from kvhold.core.status import CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-# Which chunks of a prompt its lookup uses, for a policy that learns from uses:
+# Which chunks count as used, for a policy that learns:
 # all:   in the cache or not
 # known: only those of earlier lookups: the caller will not store others
-# none:  another lookup of the same request has used them
+# none:  another lookup of the request has used them
 Uses: TypeAlias = Literal["all", "known", "none"]
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
-_REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between polls of an arriving hit
+_REENCODING_PAUSE_S = 0.1  # the longest, for a job
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -48,8 +48,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
     number: one more than the previous event's. In a snapshot: of the last event before it
     kind:   admitted, evicted, expired or cleared
-    tier:   `ram`; changes in lower tiers are not reported
-    parent: key of the prompt's preceding chunk; empty: unknown
+    tier:   always `ram`
+    parent: key of the preceding chunk; empty: unknown
     """
 
     number: int
@@ -69,7 +69,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 class EventBatch:
     """Events in order.
 
-    next: the number to pass to the next call of `events`
+    next: for the next call of `events`
     lost: events are missing; start again from a snapshot
     """
 
@@ -80,10 +80,10 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """ticket:       0 when nothing is held
-    sources:      tokens by the place of their KV: `ram` or a lower tier's name
+    """ticket:       0: nothing is held
+    sources:      tokens by place: `ram` or a lower tier's name
     waits:        another engine computes the missing chunks
-    announcement: number of the caller's announcement; 0: none
+    announcement: number of the caller's; 0: none
     """
 
     ticket: int
@@ -109,7 +109,7 @@ class Hit(Holding):
     ) -> None:
         """poll: `(ticket, settle, growth)` -> answer. growth: the next pause ends when
               the hit grows
-        pause: sleep for the given seconds, or until the hit is complete
+        pause: sleep these seconds, or until the hit is complete
         give_back_hit: ends only the hit; `give_back` its announcement, too
         """
         super().__init__(give_back)
@@ -121,7 +121,7 @@ class Hit(Holding):
 
     @property
     def ticket(self) -> int:
-        """The number to claim the hit with; 0: nothing was found."""
+        """Claims the hit; 0: nothing was found."""
         return self._found.ticket
 
     @property
@@ -165,7 +165,7 @@ class Hit(Holding):
         self._update(settle=False)
 
     def settle(self) -> None:
-        """Make the hit final at its current length."""
+        """Make the hit final."""
         self._update(settle=True)
 
     def wait(self, until_s: float) -> None:
@@ -198,9 +198,8 @@ class Hit(Holding):
 class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
     """Chunks of one group and one shard.
 
-    `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
-
     stopped:     why it ended early; else empty
+    seen:        the sum of the counts below, without `over_budget`
     over_budget: written with a more exact codec than requested
     same:        already encoded as requested
     kept_lossy:  encoded by another lossy codec
@@ -229,7 +228,7 @@ class CopyProgress(msgspec.Struct, frozen=True, array_like=True):
     """Chunks of one group and one shard.
 
     stopped: why it ended early; else empty
-    copied:  the tier has them now, or had them before
+    copied:  the tier has them
     failed:  the tier failed, was full, or declined them
     dropped: of `copied`, removed from memory; others were in use
     bytes:   of `copied`, in memory
@@ -266,7 +265,7 @@ class CacheJob(Holding, Generic[AnyProgress]):
         return self.progress
 
     def wait(self, until_s: float = float("inf")) -> AnyProgress:
-        """Wait until it is done, or until the monotonic clock reads `until_s`."""
+        """Wait until it is done, or the monotonic clock reads `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(pause_s, left_s))
@@ -307,7 +306,7 @@ class DemoteAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RetainedPrompt(Holding):
-    """Kept in memory until its deadline, or until it is closed."""
+    """Kept in memory until its deadline or closing."""
 
     def __init__(self, answer: RetainAnswer, give_back: Callable[[], None]) -> None:
         super().__init__(give_back)
@@ -316,7 +315,7 @@ class RetainedPrompt(Holding):
 
 
 class Cache(Protocol):
-    """One cache. Every offset counts from the start of `arena_buffer`, its host memory."""
+    """Offsets count from the start of `arena_buffer`, the host memory."""
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
@@ -329,7 +328,7 @@ class Cache(Protocol):
         """
 
     def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
-        """Report the arena bytes that are registered with a device on NUMA node `numa_node`."""
+        """Report the arena bytes registered with a device of NUMA node `numa_node`."""
 
     def register(self, namespace: Namespace) -> None:
         """Make a namespace and its layout known, before other calls about it."""
@@ -345,7 +344,7 @@ class Cache(Protocol):
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
-        """Return the longest prefix with all chunks that each shard and group needs, and pin it.
+        """Pin the longest prefix with all chunks that each shard and group needs.
 
         cost:        of the caller's computing. The hit's length then gives the earliest first token
         have_tokens: the caller's own. If no tier has more, nothing is loaded
@@ -364,13 +363,13 @@ class Cache(Protocol):
     ) -> None:
         """Report the timing of a request that was looked up with its `cost`.
 
-        load_s, compute_s: None: nothing was loaded, or computed
+        None: nothing was loaded, or computed.
         """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """Return the latest decisions about lookups with a `cost`, the newest first.
+        """Return the latest decisions about lookups with a `cost`, newest first.
 
-        request: only of requests whose names contain it
+        request: only requests whose names contain it
         """
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
@@ -406,9 +405,9 @@ class Cache(Protocol):
         """Lease one shard's part of a hit, from chunk `first_chunk` on. Each lease has its own
         pins.
 
-        None: unknown ticket, or its hit is closed.
+        None: unknown ticket or closed hit.
 
-        arriving: lease the whole chunks that have arrived so far; else the claim settles the hit
+        arriving: lease the whole chunks that have arrived; else settle the hit
         """
 
     def reserve(
@@ -425,7 +424,7 @@ class Cache(Protocol):
 
         A chunk gets memory for all missing groups, or for none.
 
-        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all
+        groups: [groups, chunks] bool, the groups of each chunk to be written; None: all
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
@@ -451,8 +450,6 @@ class Cache(Protocol):
 
         mark:       from `Reservation.commit`; None: until now
         deadline_s: None: the configured wait for arriving chunks
-
-
         """
 
     def reencode(
@@ -468,7 +465,7 @@ class Cache(Protocol):
 
         namespace: only its chunks (digest). None: of all registered or stored to since
             the start
-        query: only the chunks of this prompt
+        query: only this prompt's chunks
 
         `lossless` replaces a lossy codec where the namespace allows no loss. A lossy codec never
         re-encodes a chunk of another one.
@@ -481,7 +478,7 @@ class Cache(Protocol):
     def copy(
         self, tier: str, query: Query, *, drop: bool = False, deadline_s: float | None = None
     ) -> Copying:
-        """Copy the chunks of one prompt from memory to a tier, in the background.
+        """Copy a prompt's chunks from memory to a tier, in the background.
 
         drop: remove each from memory when the tier has it, unless it is in use
 
@@ -527,7 +524,7 @@ def leases_as_they_arrive(
 
     Each is valid until the next is requested. Raises KVHoldError if the hit is lost.
 
-    until_s: the hit is settled when the monotonic clock reads this
+    until_s: on the monotonic clock; then the hit is settled
     """
     first = 0
     while True:

@@ -2,7 +2,7 @@
 
     Namespace(model="llama", layout=layout).prompt(tokens).chunk_key(0)    # 40 bytes
 
-A key has the namespace's digest, a chained hash of all tokens up to the chunk's end, the group and
+A key has the namespace's digest, a chained hash of the tokens up to the chunk's end, the group and
 the shard (docs/format.md).
 """
 
@@ -76,7 +76,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_hashes:  shortest tail first
     tail_lengths: in tokens
     tenant:       owner of the KV, for encrypted tiers
-    only:         numbers of the shards that the hit needs, in order; empty: all
+    only:         shards that the hit needs, in order; empty: all
     """
 
     namespace: bytes
@@ -97,7 +97,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
         return len(self.only) or self.shards
 
     def first_chunks(self, num_chunks: int) -> "Query":
-        """Return the query of the first whole chunks, without tails."""
+        """The first whole chunks, without tails."""
         hashes = self.hashes[: num_chunks * HASH_BYTES]
         return msgspec.structs.replace(self, hashes=hashes, tail_hashes=b"", tail_lengths=())
 
@@ -106,7 +106,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 class Insert:
     """An image, video or audio in a prompt.
 
-    digest: hash of everything that its KV depends on, except its position
+    digest: hash of everything that determines its KV, except its position
     """
 
     start: int
@@ -116,7 +116,7 @@ class Insert:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that must be equal for KV to be reusable.
+    """All that must be equal for KV to be reusable.
 
     shards:     parallel ranks that hold different KV
     cache_salt: text that separates callers
@@ -165,7 +165,7 @@ class Namespace:
 
     @cached_property
     def description(self) -> bytes:
-        """The packed facts, without salt, tenant and possible secrets."""
+        """Packed facts, without salt, tenant and secrets."""
         if not self.model:
             return b""
         layout = self.layout
@@ -211,7 +211,7 @@ class Namespace:
     def allowing_loss(
         self, max_error: float | None = None, max_bits: float | None = None
     ) -> "Namespace":
-        """The namespace whose KV lossy codecs may encode, within a budget (`StoreOptions`).
+        """Lossy codecs may encode its KV, within a budget (`StoreOptions`).
 
         max_error=0 allows no loss. Raises ValueError.
         """
@@ -227,7 +227,7 @@ class Namespace:
         """Raises ValueError that names the invalid field.
 
         tokens:  [n] integers, preferably int32
-        extras:  by chunk number, further bytes that determine its KV
+        extras:  by chunk, further bytes that determine its KV
         inserts: in any order, without overlap
         """
         checked = as_tokens(tokens)
@@ -245,7 +245,7 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Contiguous int32. Raises ValueError: more axes, or no 32-bit integers."""
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
         with suppress(TypeError, OverflowError):
-            # three times as fast as signed, four times as fast as numpy
+            # three times as fast as signed, four times numpy
             numbers = array("I")
             numbers.fromlist(tokens)
             unsigned = np.frombuffer(numbers, np.uintc)
@@ -338,7 +338,7 @@ class _Text(ABC):
 
     @property
     def tail_lengths(self) -> tuple[int, ...]:
-        """Possible tails in tokens: one per block end, or only the text's end."""
+        """In tokens: one per block end, or only the text's end."""
         step = self.namespace.layout.tail_tokens
         rest = self.num_tokens % self.namespace.layout.tokens_per_chunk
         if step == 1:
@@ -366,7 +366,7 @@ class _Text(ABC):
         )
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
-        """The whole chunks `first` to before `last` (default: all), and the longest tail."""
+        """The whole chunks from `first` to before `last`, and the longest tail."""
         assert 0 <= first <= self.num_whole, "`first` is beyond the last whole chunk"
         hashes = self._hashes(first, self.num_whole if last is None else last)
         first_token = first * self.namespace.layout.tokens_per_chunk
@@ -414,7 +414,7 @@ class Prompt(_Text):
         return replace(self, tokens=self.tokens[:num_tokens])
 
     def followed_by(self, tokens: npt.ArrayLike) -> "Prompt":
-        """Append [n] tokens to a copy. Raises ValueError."""
+        """A copy with [n] more tokens. Raises ValueError."""
         return replace(self, tokens=np.concatenate([self.tokens, as_tokens(tokens)]))
 
     def growing(self) -> "GrowingPrompt":
@@ -494,7 +494,7 @@ class Prompt(_Text):
 
 
 class GrowingPrompt(_Text):
-    """A prompt that grows: appending n tokens costs O(n). One thread at a time."""
+    """Appending n tokens costs O(n). One thread at a time."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.namespace = prompt.namespace
@@ -512,7 +512,7 @@ class GrowingPrompt(_Text):
         )
 
     def append(self, tokens: npt.ArrayLike) -> None:
-        """Append [n] integers. Raises ValueError, and then changes nothing."""
+        """[n] integers. Raises ValueError, and then changes nothing."""
         self._rest += as_tokens(tokens).tobytes()
         size = self.namespace.layout.tokens_per_chunk
         whole = len(self._rest) // (4 * size) * 4 * size
@@ -541,7 +541,7 @@ def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> byt
 
 
 def allows_loss(key: bytes) -> bool:
-    """Lossy codecs may encode it. key: or a namespace's digest"""
+    """key: may be a namespace's digest"""
     return bool(key[NAMESPACE_BYTES - 1] & _LOSS_BIT)
 
 
@@ -550,7 +550,7 @@ def split_hashes(hashes: bytes) -> Iterator[bytes]:
 
 
 def place_suffix(group: int, shard: int) -> bytes:
-    """The end of a key: group and shard, 2 bytes each, little-endian."""
+    """Group and shard, 2 bytes each, little-endian."""
     assert 0 <= group <= 0xFFFF and 0 <= shard <= 0xFFFF
     return (group | shard << 16).to_bytes(4, "little")
 

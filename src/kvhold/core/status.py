@@ -3,7 +3,7 @@
     status = cache.status(); status["used_bytes"]      # CacheStatus
     client.status()["pid"]                             # NodeStatus, as in `kvhold status --json`
 
-The values are dicts, as they are printed as JSON.
+The values are dicts, as printed in JSON.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from kvhold.core.errors import ProtocolError
 
 
 class HeldStatus(TypedDict):
-    """tickets:      number of hits
+    """tickets:      hits
     leases:       leases
     reservations: reservations
     """
@@ -28,8 +28,8 @@ class HeldStatus(TypedDict):
 class WriteBehindStatus(TypedDict):
     """Chunks waiting to be written to tiers, or being written.
 
-    chunks: their number
-    bytes:  their bytes in memory
+    chunks: number
+    bytes:  in memory
     """
 
     chunks: int
@@ -39,9 +39,9 @@ class WriteBehindStatus(TypedDict):
 class ScrubStatus(TypedDict):
     """The scrubber of memory.
 
-    interval_s: seconds for one pass; 0: off
+    interval_s: for one pass; 0: off
     passes:     complete passes
-    pass_bytes: bytes checked in the current pass
+    pass_bytes: checked in the current pass
     """
 
     interval_s: float
@@ -52,30 +52,30 @@ class ScrubStatus(TypedDict):
 class FollowedPeerStatus(TypedDict):
     """Rates are of the last minute.
 
-    address:            as in the tier's URL or in the directory
+    address:            as in the tier's URL or directory
     name:               its host; empty: unknown
     state:              following, paused, away, refused, connecting, itself or elsewhere
-    cause:              of paused, away or refused, in one word; else empty
+    cause:              of paused, away or refused, one word; else empty
     by_bus:             changes come over the bus
-    channel:            of its chunks in memory: tcp or nixl
+    channel:            of chunks in memory: tcp or nixl
     channel_reason:     why not nixl; empty: it is
-    nixl_bytes:         bytes that came by NIXL
+    nixl_bytes:         received by NIXL
     state_s:            seconds in it
-    incarnation:        random, of its start; 0: unknown
+    incarnation:        random, per start; 0: unknown
     version:            of kvhold; empty: unknown
     chunks:             in the index
     events:             its changes
-    events_per_s:       changes a second
+    events_per_s:       its changes
     loads:              gets from it
-    loads_per_s:        gets a second
-    loaded_chunks:      chunks sent
-    loaded_bytes:       of their frames
-    loaded_bytes_per_s: bytes a second
+    loads_per_s:        gets
+    loaded_chunks:      sent
+    loaded_bytes:       of frames
+    loaded_bytes_per_s: of frames
     absent_chunks:      wanted, but evicted
     last_load_s:        of the last answered get; null: none
     median_load_s:      of the last 64; null: none
     last_fault:         empty: none
-    last_fault_ago_s:   seconds since then; null: none
+    last_fault_ago_s:   null: none
     """
 
     address: str
@@ -107,10 +107,10 @@ class FollowedPeerStatus(TypedDict):
 class FollowedPeersStatus(TypedDict):
     """The peers of a tier.
 
-    directory:   source of the list; empty: the tier's URL
-    list_age_s:  since it was read; null: never, or in the URL
+    directory:   of the list; empty: the tier's URL
+    list_age_s:  since read; null: never, or in the URL
     list_fault:  of the latest read; empty: none
-    registered:  this node's address in the directory; empty: none
+    registered:  this node's address there; empty: none
     bus:         of changes; empty: a connection to each peer
     bus_fault:   empty: none
     bus_ignored: ignored records: forged, damaged, or of unknown nodes
@@ -130,27 +130,25 @@ class FollowedPeersStatus(TypedDict):
 
 
 class TierPeersStatus(TypedDict, total=False):
-    """The peers of a tier. Absent in other tiers.
+    """Absent in other tiers.
 
-    followed_peers: the nodes that it reads
+    followed_peers: nodes that it reads
     """
 
     followed_peers: FollowedPeersStatus
 
 
 class TierStatus(TierPeersStatus):
-    """One tier.
-
-    name:           unique in its cache
+    """name:           unique in its cache
     kind:           such as `disk`
     available:      false: skipped after faults, until it answers
     last_fault:     empty: none
     stuck_calls:    abandoned, but still hold memory
     durable:        its chunks outlive a killed process
-    shared:         others may read, write and delete its chunks
+    shared:         others may change its chunks
     replaces:       can be re-encoded
     read_only:      never written to
-    pending_clears: clears that are not done yet
+    pending_clears: not done yet
     used_bytes:     null: unknown
     index_bytes:    of its index; null: none
     """
@@ -170,10 +168,10 @@ class TierStatus(TierPeersStatus):
 
 
 class CacheTierStatus(TierStatus):
-    """One tier of a cache, which encodes chunks.
+    """A tier that encodes chunks.
 
-    codec:       codec of new chunks
-    codec_ready: the codec is compiled
+    codec:       of new chunks
+    codec_ready: compiled
     encrypted:   new chunks are encrypted
     """
 
@@ -183,10 +181,10 @@ class CacheTierStatus(TierStatus):
 
 
 class TiersStatus(TypedDict, total=False):
-    """The tiers of a cache. Absent where it has none.
+    """Absent in a cache without tiers.
 
     tiers:         in their order
-    tier_counters: metrics of the tiers
+    tier_counters: their metrics
     """
 
     tiers: list[CacheTierStatus]
@@ -196,8 +194,8 @@ class TiersStatus(TypedDict, total=False):
 class StateStatus(TypedDict):
     """The state machine of a cache.
 
-    arena_bytes:      size of the arena
-    used_bytes:       arena bytes in use
+    arena_bytes:      size
+    used_bytes:       of the arena
     chunks:           in memory, reserved ones included
     pinned_chunks:    held by hits, leases or transfers
     clearing_chunks:  cleared, memory not yet free
@@ -205,9 +203,9 @@ class StateStatus(TypedDict):
     announced_chunks: whole chunks that engines compute
     handover_chunks:  pinned for another engine
     retained_chunks:  pinned by `retain`
-    reencodings:      running and waiting re-encodings
+    reencodings:      running and waiting
     write_behind:     chunks on their way to tiers
-    namespaces:       arena bytes in use, by digest
+    namespaces:       used bytes, by digest
     held:             holdings of callers
     counters:         metrics of the cache, and of its node
     """
@@ -229,10 +227,8 @@ class StateStatus(TypedDict):
 
 
 class CacheStatus(StateStatus, TiersStatus):
-    """A cache, in this process or in a node.
-
-    arena_touched_bytes: faulted in
-    scrub:               scrubber of memory
+    """arena_touched_bytes: faulted in
+    scrub:               of memory
     """
 
     arena_touched_bytes: int
@@ -240,11 +236,11 @@ class CacheStatus(StateStatus, TiersStatus):
 
 
 class LoopStatus(TypedDict):
-    """The node's event loop. A turn is an uninterrupted run.
+    """A turn is an uninterrupted run of the event loop.
 
     longest_turn_s:            since the start
     recent_longest_turn_s:     since the previous status
-    recent_longest_turn_cpu_s: the same, in CPU time
+    recent_longest_turn_cpu_s: its CPU time
     """
 
     longest_turn_s: float
@@ -253,9 +249,7 @@ class LoopStatus(TypedDict):
 
 
 class ClientStatus(TypedDict):
-    """One client.
-
-    name:     such as `vllm` or `kvhold status`
+    """name:     such as `vllm` or `kvhold status`
     pid:      of its process
     silent_s: since its latest message
     """
@@ -268,11 +262,11 @@ class ClientStatus(TypedDict):
 class ServedPeerStatus(TypedDict):
     """A node that reads this node's chunks.
 
-    address:         with its port if it serves peers, too; `others`: beyond 32 peers
+    address:         with a port if it serves peers; `others`: beyond 32
     name:            its host; empty: unknown
     connections:     0: it has left
     follows:         it receives changes
-    state_s:         seconds since it came, or left
+    state_s:         since it came, or left
     chunks:          sent
     absent_chunks:   asked for in vain
     bytes:           of sent frames
@@ -295,10 +289,10 @@ class ServedPeerStatus(TypedDict):
 class RefusedPeerStatus(TypedDict):
     """A host whose connections were refused.
 
-    address: its address
-    reason:  of the latest one
-    times:   their number
-    ago_s:   seconds since the latest one
+    address: of the host
+    reason:  of the latest
+    times:   number
+    ago_s:   since the latest
     """
 
     address: str
@@ -313,14 +307,14 @@ class ServedPeersStatus(TypedDict):
     address:         where the node listens
     channel:         nixl: offered beside TCP; or tcp
     channel_reason:  why not nixl; empty: it is
-    incarnation:     random number of this start
+    incarnation:     random, per start
     connections:     of other nodes
     chunks:          findable here
-    index_bytes:     of their index
+    index_bytes:     of the index
     in_flight_bytes: being sent
     peers:           present and former
     refused:         the latest 16 hosts
-    counters:        metrics of the service
+    counters:        its metrics
     """
 
     address: str
@@ -351,9 +345,9 @@ class RouterEventsStatus(TypedDict):
     publish:           the address
     replay:            the address; empty: none
     next_sequence:     number of the next batch
-    described_chunks:  those that can be announced
+    described_chunks:  can be announced
     description_bytes: their memory
-    replay_bytes:      of the batches that are kept
+    replay_bytes:      of kept batches
     waiting_changes:   not published yet
     """
 
@@ -376,16 +370,14 @@ class NodeEventsStatus(TypedDict, total=False):
 
 
 class NodeStatus(CacheStatus, NodePeersStatus, NodeEventsStatus):
-    """A node.
-
-    version:        of kvhold
+    """version:        of kvhold
     protocol:       its version, between nodes and clients
     pid:            of its process
-    socket:         its path
-    uptime_s:       seconds since its start
+    socket:         path
+    uptime_s:       since its start
     resident_bytes: its memory without the arena
     huge_pages:     the arena is in huge pages
-    loop:           event loop
+    loop:           turns
     clients:        one per client
     """
 
@@ -401,14 +393,12 @@ class NodeStatus(CacheStatus, NodePeersStatus, NodeEventsStatus):
 
 
 class CentralStatus(TypedDict):
-    """A central store.
-
-    arena_bytes:   size of the arena
-    used_bytes:    arena bytes in use
+    """arena_bytes:   size
+    used_bytes:    of the arena
     values:        in memory
     writing_bytes: being written to tiers
     tiers:         in their order
-    counters:      metrics of the store and its tiers
+    counters:      of the store and its tiers
     """
 
     arena_bytes: int
