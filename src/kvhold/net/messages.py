@@ -1,5 +1,5 @@
-"""A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has
-its request's number; 0 marks News and fatal refusals. `->` names the answer; else it is Done.
+"""Hello is answered by Welcome, with the arena's descriptor. Each answer has its request's number;
+0 marks News and fatal refusals. `->` names the answer; else it is Done.
 
 After a fatal Refused the node closes the connection. A client that holds memory closes it itself.
 """
@@ -55,8 +55,8 @@ class Hello(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     """different: unmet requirements, as text
-    run:       a random number per start of the node
-    publishes: events for routers, so it needs descriptions of chunks
+    run:       random, per start of the node
+    publishes: events for routers, so it needs chunk descriptions
     """
 
     version: int
@@ -82,7 +82,7 @@ class Register(Message, frozen=True):
 class Lookup(Message, frozen=True):
     """-> LookupAnswer
 
-    trace: the parent of the spans of reads from tiers; empty: none
+    trace: parent of the spans of reads from tiers; empty: none
     """
 
     query: Query
@@ -97,9 +97,9 @@ class LookupAnswer(Message, frozen=True):
     """A pinned hit. `sources`, `reason` and `announcement` are set when it is final.
 
     arriving:     it may still grow; ask again with Refresh
-    waits:        because another engine computes missing chunks
-    announcement: of missing chunks that the client computes, to be released; the ticket's number
-                  if there is one; 0: none
+    waits:        another engine computes missing chunks
+    announcement: of chunks that the client computes, to be released; the ticket's number, if any;
+                  0: none
     """
 
     ticket: int
@@ -137,8 +137,8 @@ class LookupAnswer(Message, frozen=True):
 class Refresh(Message, frozen=True):
     """-> LookupAnswer
 
-    settle: make the hit final now
-    growth: send News when the hit grows, too
+    settle: make the hit final
+    growth: News when the hit grows, too
     """
 
     ticket: int
@@ -242,7 +242,7 @@ class NotFound(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Release a ticket and its announcement, or a lease; stop a re-encoding or copy.
+    """A ticket and its announcement, a lease, a re-encoding or a copy.
 
     keep_announcement: only the ticket
     """
@@ -286,7 +286,7 @@ class Abandon(Message, frozen=True):
 class Clear(Message, frozen=True):
     """namespace: None: everything. -> Done, count: removed chunks
 
-    at_ns: time of another host's clear; 0: own clear
+    at_ns: time of another host's clear; 0: own
     """
 
     namespace: bytes | None
@@ -325,7 +325,7 @@ class Reencode(Message, frozen=True):
 class Copy(Message, frozen=True):
     """-> CopyStatus
 
-    drop: remove each chunk from memory when the tier has it
+    drop: remove chunks from memory when the tier has them
     """
 
     tier: str
@@ -354,9 +354,9 @@ class CopyStatus(Message, frozen=True):
 
 
 class Snapshot(Message, frozen=True):
-    """One page of visible chunks. -> Happened
+    """A page of visible chunks. -> Happened
 
-    Page 0 begins a snapshot. Later changes are in later events.
+    Page 0 begins a snapshot; later changes are in events.
     """
 
     page: int
@@ -378,7 +378,7 @@ class Happened(Message, frozen=True):
 
 
 class FindUndescribed(Message, frozen=True):
-    """The chunks that need a description, to publish events. -> Undescribed
+    """Chunks that need a description. -> Undescribed
 
     names: joined, NAME_BYTES each
     """
@@ -387,7 +387,7 @@ class FindUndescribed(Message, frozen=True):
 
 
 class Undescribed(Message, frozen=True):
-    """at: positions of the chunks"""
+    """at: positions"""
 
     at: list[int]
 
@@ -405,13 +405,13 @@ class Report(Message, frozen=True):
 
 
 class ChangeSettings(Message, frozen=True):
-    """Empty: none. -> Report: each setting that may change"""
+    """-> Report: each setting that may change"""
 
     changes: dict[str, Any] = {}
 
 
 class FindLayout(Message, frozen=True):
-    """Of a namespace, by its digest. -> FoundLayout"""
+    """By the namespace's digest. -> FoundLayout"""
 
     namespace: bytes
 
@@ -446,8 +446,7 @@ class Clients(Message, frozen=True):
 
 
 class UseDevice(Message, frozen=True):
-    """A device copies for this client: its memory is kept until its process has ended, or
-    `Departed`.
+    """A device copies for this client: its memory is kept until its process ends, or `Departed`.
 
     numa_node: of the device; -1: unknown
     """
@@ -459,7 +458,7 @@ class UseDevice(Message, frozen=True):
 class Departed(Message, frozen=True):
     """No device copies for a closed client.
 
-    run, number: from that client's Welcome
+    run, number: from its Welcome
     """
 
     run: int
@@ -502,11 +501,11 @@ class Ping(Message, frozen=True): ...
 
 
 class News(Message, frozen=True):
-    """A hit or flush has ended or grown, or a wait is over."""
+    """A hit or flush ended or grew, or a wait is over."""
 
 
 class Done(Message, frozen=True):
-    """mark: stands for all commits so far; only for Commit and Flushed"""
+    """mark: all commits so far; only for Commit and Flushed"""
 
     count: int = 0
     mark: int | None = None

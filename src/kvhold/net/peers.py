@@ -1,12 +1,12 @@
 """The records between a node and its followers.
 
-After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. A connection carries
+After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. A connection has
 gets and reads, or one Follow.
 
-A **get** is answered by PeerValues, each followed by the values' bytes, in the order of the keys.
+A **get** is answered by PeerValues, each followed by the values' bytes, in the keys' order.
 
-A **read** is answered by one Lent. Of a lent value, only the first bytes follow; the follower reads
-the rest by its channel (`remote_memory.py`) until the lease ends: by Returned, with the connection,
+A **read** is answered by one Lent. Of a lent value, only the first bytes follow; the rest is read
+by the channel (`remote_memory.py`) until the lease ends: by Returned, with the connection,
 or after `peers.request_timeout_s`.
 
 A **follow** is answered by events, after a snapshot's pages if the node lacks events after the
@@ -34,7 +34,7 @@ class PeerBus(PeerMessage, frozen=True):
     """Access to this node's records on a bus (`tiers/peers/bus.py`).
 
     key:      seals them
-    clock_ms: the node's clock now
+    clock_ms: now
     """
 
     key: bytes
@@ -45,9 +45,9 @@ class PeerBus(PeerMessage, frozen=True):
 
 
 class PeerWelcome(PeerMessage, frozen=True):
-    """incarnation: random, at each start of the node
-    bus:         None: the node publishes on no bus
-    channel:     "nixl": it lends its memory; empty: it does not
+    """incarnation: random, per start of the node
+    bus:         None: no bus
+    channel:     "nixl": it lends its memory; or empty
     """
 
     version: int
@@ -94,11 +94,11 @@ class OpenChannel(PeerMessage, frozen=True):
 class ChannelOffer(PeerMessage, frozen=True):
     """The memory that the node lends.
 
-    fault:    why it lends none now; then nothing else is set
+    fault:    why it lends none; then nothing else is set
     number:   of the node's agent; Lent repeats it
     metadata: of the agent
     address, nbytes:              of the arena
-    sample_address, sample_bytes: of memory that never changes, for measurements
+    sample_address, sample_bytes: of constant memory, for measurements
     """
 
     fault: str = ""
@@ -111,7 +111,7 @@ class ChannelOffer(PeerMessage, frozen=True):
 
 
 class GetSample(PeerMessage, frozen=True):
-    """The sample over this connection. -> PeerValues with one value"""
+    """The sample by TCP. -> PeerValues with one value"""
 
 
 class PeerRead(PeerMessage, frozen=True):
@@ -127,7 +127,7 @@ class Lent(PeerMessage, frozen=True):
     channel:   number of the agent
     lease:     for Returned
     sizes:     of the frames; None: not here, or larger than its room
-    lent:      the last bytes of each frame that are lent; 0: none, all its bytes follow
+    lent:      the last bytes of each frame; 0: all its bytes follow
     addresses: of the lent bytes
     """
 
@@ -147,7 +147,7 @@ class Returned(PeerMessage, frozen=True):
 class Follow(PeerMessage, frozen=True):
     """-> Page, PeerChanges
 
-    incarnation, after: known to the follower; 0: nothing
+    incarnation, after: the latest known; 0: none
     """
 
     incarnation: int
@@ -157,7 +157,7 @@ class Follow(PeerMessage, frozen=True):
 class ClearNumber(PeerMessage, frozen=True):
     """The node has nothing from before this clear (`tiers/peers/clear_numbers.py`).
 
-    prefix: a namespace, or empty for all
+    prefix: a namespace; empty: all
     """
 
     prefix: bytes
@@ -167,8 +167,7 @@ class ClearNumber(PeerMessage, frozen=True):
 class Page(PeerMessage, frozen=True):
     """number:         later events are not in the snapshot
     is_first:       the follower forgets its earlier chunks
-    digests, sizes: 8 bytes for each chunk, joined, little-endian: xxh3_64 of the key, and the
-        frame's size
+    digests, sizes: 8 bytes a chunk, joined, little-endian: xxh3_64 of the key, and the frame's size
     """
 
     number: int
