@@ -1,10 +1,9 @@
 """The contract of a tier: one place where chunks live.
 
-Called from one event loop. Calls may overlap. Item i of an answer belongs to key i.
+One event loop. Calls may overlap. Item i of an answer belongs to key i.
 
 A missing value is `None`. A fault of one item is a TierError in its place; one of the whole place
-raises TierError. Lists of unequal lengths raise ValueError before any I/O. No other exception may
-escape.
+is raised. Lists of unequal lengths raise ValueError before any I/O. No other exception may escape.
 
 **Memory.** A call, also a cancelled one, ends only when it no longer uses the caller's buffers
 (`in_thread`). A tier connects at its first call, and again after a lost connection. Breaker,
@@ -22,7 +21,7 @@ from kvhold.core.reasons import EVICTED, Reason
 from kvhold.core.status import FollowedPeersStatus
 from kvhold.tiers.policies.reuse_times import Worths
 
-Parts: TypeAlias = Sequence[memoryview]  # C-contiguous pieces of one value, of any format
+Parts: TypeAlias = Sequence[memoryview]  # C-contiguous pieces of a value, of any format
 
 FolderMet: TypeAlias = Callable[[str, str], Awaitable[None]]
 
@@ -36,7 +35,7 @@ class TierTraits:
     expires: removes values when their `ttl_s` has passed
     replaces: has `Replaces.replace`
     read_only: the cache writes nothing to it
-    lost: why a probed value is missing later
+    lost: why a probed value may be missing later
     batch_bytes: best size of one call
     """
 
@@ -51,7 +50,7 @@ class TierTraits:
 
 
 class Tier(Protocol):
-    """A place of values. Keys are KEY_BYTES long, values opaque, of one byte or more."""
+    """Keys are KEY_BYTES long, values opaque, of one byte or more."""
 
     @property
     def traits(self) -> TierTraits:
@@ -61,9 +60,9 @@ class Tier(Protocol):
         """One cheap round trip. Raises a TierError that names the fault and the place."""
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
-        """The size in bytes of each value that is whole and readable now. No side effect.
+        """The bytes of each value that is whole and readable now. No side effect.
 
-        `None`: no such value. A TierError: unknown, because a part of the place failed.
+        A TierError: unknown, because a part of the place failed.
         """
 
     async def get(
@@ -71,10 +70,10 @@ class Tier(Protocol):
     ) -> list[int | TierError | None]:
         """Read each value into its parts, in order, and return its size.
 
-        `None`: the value is missing, or larger than the parts, which may then hold any bytes.
+        `None`: missing, or larger than the parts, which may then hold any bytes.
 
-        starts: read ranges instead, from byte `starts[i]`, that fill the parts exactly; `None`
-                where the value is missing or ends earlier
+        starts: read ranges, from byte `starts[i]`, that fill the parts exactly; `None`: missing, or
+                ends earlier
         """
 
     async def put(
@@ -84,8 +83,8 @@ class Tier(Protocol):
 
         A key that is already there keeps its value.
 
-        ttl_s: remove the values after this time, if the tier can. None: by the tier's settings;
-               infinity: never
+        ttl_s: remove the values after it, if the tier can. None: by the tier's settings; infinity:
+               never
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -97,8 +96,8 @@ class Tier(Protocol):
     def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Yield every key that begins with `prefix`, once, in any order.
 
-        Raises TierIncomplete, after the other keys, if a part of the place failed, and
-        TierCannotList if it can never list keys.
+        Raises TierIncomplete, after the other keys, if a part of the place failed; TierCannotList
+        if it never lists keys.
         """
 
     async def close(self) -> None:
@@ -108,10 +107,10 @@ class Tier(Protocol):
 @runtime_checkable
 class Replaces(Protocol):
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace each stored value in one step; true where a value was replaced.
+        """Replace each stored value in one step; false where none is stored.
 
-        False where none is stored; none is created. A TierError: the old value stays (TierFull if
-        both do not fit), or the answer was lost and either value may be there.
+        A TierError: the old value stays (TierFull if both do not fit), or the answer was lost and
+        either value may be there.
 
         A reader gets the old value or the new one, whole; in a durable tier also after a `kill -9`.
         The remaining time to live stays. Of a repeated key, the first value counts.
@@ -120,7 +119,7 @@ class Replaces(Protocol):
 
 @runtime_checkable
 class HasFolders(Protocol):
-    """Folders that may go away and come back, such as mounted disks."""
+    """Such as mounted disks, which may go away and come back."""
 
     def watch_folders(self, met: FolderMet) -> None:
         """Await `met(path, identity)` at each opening of a folder, before its values are used."""
@@ -151,7 +150,7 @@ class TellsOrigins(Protocol):
 class ValueChanges:
     def __init__(self) -> None:
         self.tell: Callable[[bytes, int], None] = _tell_nobody
-        """Called with each visible value, and its bytes; 0: it was removed. It must be quick."""
+        """Called with each visible value, and its bytes; 0: it was removed. Must be quick."""
 
 
 def _tell_nobody(key: bytes, nbytes: int) -> None: ...
@@ -171,19 +170,19 @@ class KeepsClears(Protocol):
 
     @property
     def numbers(self) -> dict[bytes, int]:
-        """Known clears, kept for the next start: prefix -> number."""
+        """For the next start: prefix -> number."""
 
     def keep_clears(
         self, learned: Callable[[bytes], None], numbers: Mapping[bytes, int] | None
     ) -> None:
         """Before any other call.
 
-        learned: called with each namespace that another host has cleared; b"": all
+        learned: called with each namespace cleared by another host; b"": all
         numbers: of the last run
         """
 
     def advance(self, prefix: bytes, asked_s: float | None = None) -> None:
-        """Begin a clear of this host: no older value is found from here on.
+        """Begin a clear of this host: no older value is found from now on.
 
         asked_s: Unix time of the clear in memory: later values may stay. None: now
         """
@@ -201,7 +200,7 @@ class FollowsPeers(Protocol):
 
 @runtime_checkable
 class Learns(Protocol):
-    """A tier that can evict as memory's policy has learnt (`policies/learned.py`)."""
+    """Evicts as memory's policy has learnt (`policies/learned.py`)."""
 
     @property
     def learns(self) -> bool: ...

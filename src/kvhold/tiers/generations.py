@@ -3,7 +3,7 @@
 Marker n: generation n has begun. A search from 0 probes all numbers a power of two ahead, goes to
 the largest marker, and repeats. Probes ask for the next marker; hosts restore evicted ones.
 
-The `_MOST_USED` namespaces last used stay known, and those with chunks in memory.
+Known: the `_MOST_USED` namespaces last used, and those in memory.
 """
 
 import math
@@ -29,7 +29,7 @@ _MARK = b"kvhold: this namespace was cleared".ljust(64)
 _TOKEN_BYTES = 16  # random; shows which host put a marker
 _EVERY_BYTES = 4  # of a name: the number of clears of everything
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
-# numbers up to this far ahead are not older, so old values of one namespace in 4 million stay
+# numbers this far ahead are not older, so old values of one namespace in 4 million stay
 _MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
@@ -62,10 +62,10 @@ class GenerationTier:
         may_hold: Callable[[bytes], bool] = lambda space: True,
         holds: Callable[[bytes], bool] = lambda space: False,
     ) -> None:
-        """learned: called with each namespace that another host has cleared; b"": all
-        numbers: namespace -> generation of this host's chunks, from a journal
-        may_hold: false: do not call `learned` at the first contact with a namespace
-        holds: memory has chunks of the namespace, so do not forget it
+        """learned: called with each namespace cleared by another host; b"": all
+        numbers: namespace -> generation of this host's chunks
+        may_hold: false: no `learned` at the first contact with a namespace
+        holds: memory has its chunks, so do not forget it
         """
         self._read_only = read_only
         self._tier = tier
@@ -124,7 +124,7 @@ class GenerationTier:
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """A put under the present names. If those are old, no host finds the values."""
+        """Under the present names. If those are old, no host finds the values."""
         for space in _spaces_of([key for key, _ in items]):
             self.use(space)
         named = [(self.name_of(key), parts) for key, parts in items]
@@ -190,10 +190,10 @@ class GenerationTier:
         await self._tier.close()
 
     async def advance(self, prefix: bytes) -> bytes:
-        """Begin the next generation of a namespace; an empty prefix means all.
+        """Begin the next generation of a namespace; empty: of all.
 
-        Returns the name prefix of the old values. Raises TierError: the tier keeps no marker, or
-        other hosts were always first.
+        Returns the old values' name prefix. Raises TierError: the tier keeps no marker, or other
+        hosts were always first.
         """
         space = prefix or ALL
         self.use(space)
@@ -297,7 +297,7 @@ class GenerationTier:
         return dict(self._numbers)
 
     async def refresh(self) -> None:
-        """Learn the clears of the namespaces in use, and restore evicted markers, in slices.
+        """Learn clears of the namespaces in use, and restore evicted markers, in slices.
 
         The next refresh goes on, even after a failure.
         """
@@ -476,7 +476,7 @@ class GenerationTier:
     async def _answer_about(
         self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]
     ) -> Result:
-        """After a fault, search the namespaces of the markers again; after two in a row, all."""
+        """After a fault, search the markers' namespaces again; after two in a row, all."""
         try:
             answer = await call
         except BaseException:

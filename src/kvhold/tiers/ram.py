@@ -1,8 +1,8 @@
 """Chunks in the arena, which readers use in place.
 
-A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned. Not
-evicted: entries that are pinned or being written, and the parents of those being written. A
-*doomed* entry was removed while in use: its last user frees it. One thread.
+A reserved entry is its writer's. A committed one is visible, and readable while pinned. Not
+evicted: entries that are pinned or being written, and the latter's parents. A *doomed* entry was
+removed while in use: its last user frees it. One thread.
 """
 
 import time
@@ -27,12 +27,12 @@ from kvhold.tiers.table import SPREAD, KeyTable
 ADMITTED, REPLACED = "admitted", "replaced"
 NEVER = (1 << 63) - 1
 _REMOVE_UNITS = 8  # see `cache/chores.py`
-_TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
+_TRIES_NEAR = 4  # evictions for the wanted NUMA node
 
 
 @dataclass(slots=True)
 class Wanted:
-    """parent: key of the prompt's previous chunk, of the same group and shard"""
+    """parent: key of the previous chunk, of the same group and shard"""
 
     key: bytes
     nbytes: int
@@ -40,7 +40,7 @@ class Wanted:
 
 
 class Entry:
-    """expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
+    """expires_at: Unix time; 0: never; NEVER: nor by a tier's setting
     checksums:  of the layers; empty for frames
     epoch:      number of clears before the entry
     """
@@ -96,8 +96,8 @@ class RamTier:
         numa_nodes: Sequence[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """quota_bytes: limit of a namespace, which then evicts its own chunks; 0: no limit
-        numa_nodes: each has an equal part of the arena; fewer than two: undivided
+        """quota_bytes: of a namespace, which then evicts its own chunks; 0: no limit
+        numa_nodes: each has an equal part of the arena; below two: undivided
         """
         self._arena = arena
         self._zones: dict[int | None, int] = {node: zone for zone, node in enumerate(numa_nodes)}
@@ -117,15 +117,15 @@ class RamTier:
         self._epoch = 0
         self._cleared: dict[bytes, int] = {}  # prefix -> epoch
         self._sweeping = False
-        # called with each entry that becomes visible (ADMITTED) or is removed (the reason)
+        # each entry that becomes visible (ADMITTED) or is removed (the reason)
         self.watch: Callable[[str, Entry], None] | None = None
-        # called with each key whose reserved entry ends without becoming visible
+        # each key whose reserved entry never becomes visible
         self.watch_lost: Callable[[bytes], None] | None = None
-        # called before entries are evicted; it may unpin some
+        # before evictions; it may unpin entries
         self.before_eviction: Callable[[], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
-        # receives each namespace at its first memory, after `used_bytes_of` counts it
+        # each namespace at its first memory, after `used_bytes_of` counts it
         self.new_namespaces: deque[bytes] | None = None
         self._doomed = 0
         self.refusal: Reason = NO_ROOM
@@ -215,10 +215,10 @@ class RamTier:
     ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
-        None: no room, and nothing is reserved; `refusal` says why. Replaces visible entries. No key
-        may be being written.
+        None: nothing is reserved; `refusal` says why. Replaces visible entries. No key may be being
+        written.
 
-        if_worth:  the policy may decline, if the chunks to evict are worth more
+        if_worth:  the policy may decline, if victims are worth more
         numa_node: of the writer
         """
         namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
@@ -346,10 +346,7 @@ class RamTier:
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
     def clear(self, prefix: bytes) -> int:
-        """A namespace; an empty prefix means all. Returns the entries' number.
-
-        `sweep` frees their memory.
-        """
+        """Returns the entries' number; `sweep` frees them. prefix: a namespace; empty: all"""
         self._epoch += 1
         self._cleared[prefix] = self._epoch
         if prefix:
@@ -393,7 +390,7 @@ class RamTier:
         return True
 
     def note_clear(self) -> None:
-        """Running lookups begin again: entries were cleared one by one."""
+        """Lookups begin again: entries were cleared one by one."""
         self._epoch += 1
 
     async def check(self) -> None: ...
@@ -502,7 +499,7 @@ class RamTier:
             return None
         tries = 0
         while (offsets := self._slabs.allocate_all(sizes, zone)) is None:
-            # evict the missing bytes, then one entry at a time until a slab has room
+            # the missing bytes, then one entry at a time until a slab has room
             if not self._evict(
                 max(1, needed - (self._slabs.capacity - self._slabs.used_bytes)), wanted=wanted
             ):
@@ -520,7 +517,7 @@ class RamTier:
         return True
 
     def shrink(self) -> Iterator[int]:
-        """Down to the limits. Yields the cost of each step (`cache/chores.py`)."""
+        """To the limits. Yields the cost of each step (`cache/chores.py`)."""
         for of in (None, *self._used_by):
             yield 1
             while self._limit(of) and self._over(of) > 0 and self._evict(1, of):

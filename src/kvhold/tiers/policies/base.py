@@ -1,7 +1,7 @@
 """The contract of an eviction policy.
 
 **No policy evicts a prefix before its continuation.** A pinned continuation protects its whole
-known prefix. Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
+known prefix. Not thread-safe. Conformance suite: `kvhold.testing.PolicyContract`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,19 +10,19 @@ from typing import Protocol
 
 from kvhold.tiers.policies.reuse_times import Use
 
-# classes of a chunk's value per byte (`cache/values.py`), by half octaves around NEUTRAL
+# of a chunk's value per byte (`cache/values.py`), half octaves around NEUTRAL
 NUM_VALUES = 16
 NEUTRAL = 8
 
 
 @dataclass
 class PolicyLookup:
-    """For all calls of `used` and `missed` of a lookup.
+    """For all calls about a lookup.
 
     prompt:  the kind of its prompt
     at_s:    when it began, by the policy's clock
-    present: runs in memory that `LearnedPolicy` has counted: `{(last use, uses): this use}`
-    absent:  runs that are not in memory, and counted: their pasts
+    present: counted runs in memory, of `LearnedPolicy`: `{(last use, uses): this use}`
+    absent:  counted runs not in memory: their pasts
     """
 
     prompt: int = 0
@@ -34,7 +34,7 @@ class PolicyLookup:
 class Policy(Protocol):
     """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
 
-    learns:   the policy must be told of lookups
+    learns:   it must be told of lookups
     declined: the last `victims` was empty because `wanted` is worth less than a victim
     """
 
@@ -44,7 +44,7 @@ class Policy(Protocol):
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """For a known key, only an unknown parent is set.
 
-        parent: key of the previous chunk, of the same group and shard; it may be absent. One that
+        parent: key of the previous chunk, of the same group and shard; may be absent. One that
                 continues `key` is ignored
         """
 
@@ -55,13 +55,13 @@ class Policy(Protocol):
         """In this order."""
 
     def demote(self, keys: Iterable[bytes]) -> None:
-        """These chunks go first, until their next use. Ignores unknown keys."""
+        """They go first, until their next use. Ignores unknown keys."""
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> PolicyLookup:
         """Only if `learns`.
 
         keys:     of a prompt's whole chunks, in one group and shard, in order
-        num_here: number of leading chunks that the hit has
+        num_here: leading chunks of the hit
         """
 
     def used(
@@ -75,7 +75,7 @@ class Policy(Protocol):
         """Record chunks of a hit, in all groups and shards, in any number of calls.
 
         value:     of each, below `NUM_VALUES`
-        is_repeat: these chunks were recorded in another group or shard
+        is_repeat: recorded in another group or shard
         """
 
     def missed(
@@ -88,13 +88,13 @@ class Policy(Protocol):
     ) -> None:
         """Record chunks that the hit lacks, in the same group and shard, after `used`.
 
-        if_known: leave out chunks that were in no earlier lookup
+        if_known: not chunks that were in no earlier lookup
         """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
-        """How long after its eviction a chunk was expected to be used; before `missed`.
+        """How long after its eviction a use was expected; before `missed`.
 
-        None: unknown, or no use was expected. ago_s: since it was evicted, or declined
+        None: unknown, or none. ago_s: since it was evicted, or declined
         """
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
@@ -109,10 +109,10 @@ class Policy(Protocol):
     ) -> list[bytes]:
         """Keys to evict, in order: just enough to free `nbytes`; empty if impossible.
 
-        No victim is pinned, and each comes after all its continuations. Removes nothing. `pinned`
-        is called with known keys only.
+        No victim is pinned; each comes after all its continuations. Removes nothing.
 
-        namespace: choose only among its keys
+        pinned:    called with known keys only
+        namespace: only its keys
         wanted:    needs the bytes; if it is worth less than a victim, return nothing
         """
 

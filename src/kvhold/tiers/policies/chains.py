@@ -25,9 +25,9 @@ class Chunk:
     """rank:      unique; the lowest is evicted first
     uses:      a counter for the policy
     use:       the last use, for `LearnedPolicy`
-    is_sample: whether the use is counted, for `LearnedPolicy`
-    demoted:   it goes before all others, until its next use
-    place:     its entry in the heaps; None if it is not a leaf
+    is_sample: the use is counted, for `LearnedPolicy`
+    demoted:   goes before all others, until its next use
+    place:     its entry in the heaps; None: no leaf
     space:     its namespace
     """
 

@@ -1,13 +1,11 @@
-"""The last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
+"""The last use of chunks not in memory: 9 bytes each, in a table of fixed size.
 
-A name's hash chooses a set of eight places. A new chunk in a full set replaces the one with the
-oldest use.
+A name's hash chooses a set of eight places. In a full set, the oldest use is replaced.
 
     number:  past (tick 21 | value 4 | kind 9 | sample 1 | uses 5) | tag 24
     mark:    one byte, 0 in an empty place; one call searches a set for it
 
-Times have a resolution of two seconds and wrap around after 48 days.
-
+Times have a resolution of 2 s and wrap around after 48 days.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,9 +48,9 @@ class Ghosts:
         self.num = 0
 
     def add(self, name: bytes, past: int, now_s: float) -> int:
-        """Return the past that it replaced, of this or another chunk; 0: none.
+        """Return the replaced past, of this or another chunk; 0: none.
 
-        The past of a sample is replaced only by that of another sample.
+        A sample's past is replaced only by another sample's.
         """
         number = xxh3_64_intdigest(name)
         place = self._find(number)
@@ -93,7 +91,7 @@ class Ghosts:
         """pasts: the past to remember: `[number of earlier uses]`
         if_known: add no unknown chunks
 
-        Returns the earlier past of each chunk, 0 if unknown, and the pasts of replaced chunks.
+        Returns each chunk's earlier past, 0 if unknown, and the pasts of replaced chunks.
         """
         find, new = self._find, pasts[0]
         earlier, replaced = [], []

@@ -33,8 +33,8 @@ from kvhold.tiers.table import SPREAD
 
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
-_UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
-# There are 2800 queues at most. Their heads are renewed in parts:
+_UNKNOWN = NEUTRAL * MOST_KINDS  # queue of chunks in no lookup
+# At most 2800 queues; their heads are renewed in parts:
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
 _MOST_BEGUN = 4096  # runs whose use is known exactly
@@ -238,9 +238,9 @@ class LearnedPolicy(ChainPolicy):
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
-        """Its groups and shards share one past.
+        """Its groups and shards share a past.
 
-        The entry that lookups name takes the past out of the ghosts, and may be the sample.
+        The entry that lookups name takes it out of the ghosts, and may be the sample.
         """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times

@@ -1,8 +1,8 @@
-"""After how long chunks are used again, for each kind of chunk (docs/eviction.md). Pure.
+"""After how long chunks are used again, by kind (docs/eviction.md). Pure.
 
-Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
-age: intervals between two uses that reached the bucket, and that ended there. A *factor* says how
-much a use of a chunk saves, and multiplies the probability.
+Chunks last used at about the same time are a *cohort*. Counted by kind and bucket of age: intervals
+between two uses that reached the bucket, and that ended there. A *factor* says how much a use
+saves, and multiplies the probability.
 
 For a new chunk, the time h of a worth is at least the end of the first bucket.
 
@@ -35,14 +35,14 @@ _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-# after this many uses, a kind's own counts weigh as much as those of similar kinds: in total, and
-# for each bucket
+# after so many uses, a kind's own counts weigh as much as those of similar kinds: in total,
+# and per bucket
 _SCALE_USES = 5.0
 _SHAPE_USES = 50.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.02  # a round of updates moves the price by this share of the difference
+_PRICE_SHARE = 0.02  # of the difference, per round of updates
 _FEWEST_USES = 25.0  # before, nothing is expected
-_EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
+_EXPECTED = 0.5  # from this probability on, a use is expected
 
 _EDGES_S = [
     0.0,
@@ -126,7 +126,7 @@ class Worths:
 
 class ReuseTimes:
     def __init__(self, sizes: Sequence[int], factors: Sequence[float] = (1.0,)) -> None:
-        """sizes: for each number that describes a kind: how many values it has
+        """sizes: by number that describes a kind: how many values it has
         factors: must contain 1.0; calls take an index
         """
         self.num_kinds = prod(sizes)
@@ -211,7 +211,7 @@ class ReuseTimes:
         use.num -= num_chunks
 
     def use_at(self, kind: int, at_s: float) -> Use:
-        """The latest use of a kind at or before a past time, to end or forget it."""
+        """The latest use of a kind at or before a time, to end or forget it."""
         cohorts = self._cohorts
         place = bisect_right(cohorts, at_s, key=_begun_s) - 1
         for cohort in reversed(cohorts[max(0, place - _COHORTS_A_TIME) : place + 1]):
