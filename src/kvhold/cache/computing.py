@@ -1,8 +1,8 @@
-"""The chunks that engines compute now, and the lookups that wait for them. No I/O.
+"""The chunks that engines compute, and the lookups that wait for them. No I/O.
 
-An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
-withdraws it or leaves, or when it is late and another engine announces them. A chunk is stored when
-memory has it for every shard and every group with full attention.
+An announcement names the whole chunks after a hit. It ends when they are stored, its owner
+withdraws it or leaves, or it is late and another engine announces them. A chunk is stored when
+memory has it for every shard and group with full attention.
 """
 
 from collections.abc import Callable, Hashable
@@ -51,7 +51,7 @@ class Announcement:
     start_tokens: tokens that the engine has, or loads
     done_tokens:  the end of the stored chunks
     progress_s:   time of the last stored chunk, or of the announcement
-    tails:        names of the tails, which come with the preceding chunk
+    tails:        names, which come with the preceding chunk
     is_withdrawn: only chunks being written are left
     """
 
@@ -85,10 +85,10 @@ class _Chunk:
 @dataclass(eq=False)
 class Wait:
     """names:      the awaited chunks that are not stored
-    end_tokens: the end of the last awaited chunk
-    hit_end:    end of the hit with these chunks, and perhaps a tail
+    end_tokens: end of the last
+    hit_end:    end of the hit with these, and perhaps a tail
     longest_s:  of a handover; None: it lasts while it is faster than computing
-    is_broken:  an awaited chunk is not announced any more
+    is_broken:  one is no longer announced
     """
 
     announcement: Announcement
@@ -139,8 +139,9 @@ class Computing:
         hit_tokens: int,
         intent: ComputeIntent | None,
     ) -> bool:
-        """Announce the chunks after a hit that no engine computes yet. False: none, or late, or
-        much slower.
+        """Announce the chunks after a hit that no engine computes.
+
+        False: none, late, or much slower.
         """
         if intent is None or not intent.announces:
             return False
@@ -314,7 +315,7 @@ class Computing:
         return max(0.0, self._due_s(wait.announcement, wait.cost, wait.end_tokens) - self._clock())
 
     def end_of(self, wait: Wait | AnnouncementWait) -> WaitEnd | None:
-        """None: it is not over. Cheap."""
+        """None: not over. Cheap."""
         waited_s = self._clock() - wait.began_s
         if isinstance(wait, AnnouncementWait):
             return self._end_of_grace(wait, waited_s)

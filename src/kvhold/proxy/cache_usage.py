@@ -39,7 +39,7 @@ class _Answer(msgspec.Struct):
 
 
 def cached_tokens_of(answer: bytes) -> int | None:
-    """Return how many tokens of its prompt an engine found cached; None: it does not tell."""
+    """Return the tokens of its prompt that an engine found cached; None: not told."""
     try:
         usage = msgspec.json.decode(answer, type=_Answer).usage
     except (msgspec.ValidationError, *UNDECODABLE):
@@ -56,9 +56,9 @@ class PromptUsage:
     """The parts of a request's prompt, as far as engines have told.
 
     placed:         prefixes that engines are asked to keep
-    has_prefill:    a prefill engine computes the prompt, or has computed it
-    prefill_cached: tokens that it found cached; None: it has not told
-    prefill_ended:  nothing more comes from it
+    has_prefill:    a prefill engine computes or computed the prompt
+    prefill_cached: tokens that it found cached; None: not told
+    prefill_ended:  nothing more comes
     """
 
     placed: Sequence[PlacedPrefix] = ()
@@ -67,7 +67,7 @@ class PromptUsage:
     prefill_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_until_known(self) -> None:
-        """A decode engine that did not wait for the prefill's end may answer a little earlier."""
+        """A decode engine that did not wait may answer before the prefill's end."""
         if self.has_prefill:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PREFILL_END_S):
@@ -82,7 +82,7 @@ class PromptUsage:
         return min(cached, self.prefill_cached or 0) if self.has_prefill else cached
 
     def created(self, read: int, cacheable: int) -> dict[str, int]:
-        """Return how many tokens of the prefixes were computed and stored, by TTL.
+        """Return the tokens of prefixes that were computed and stored, by TTL.
 
         cacheable: tokens of the prompt that the engine can find again
         """
@@ -134,7 +134,7 @@ class UsageRewriter:
             yield bytes(held)
 
     async def whole(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Rewrite a JSON answer; one of more than 16 MiB passes as it is."""
+        """Rewrite a JSON answer of up to 16 MiB; a larger one passes."""
         held: list[bytes] = []
         num_bytes = 0
         try:
@@ -153,7 +153,7 @@ class UsageRewriter:
             yield self.rewrite(b"".join(held))
 
     def rewrite(self, text: bytes) -> bytes:
-        """Return a JSON object with its usage rewritten, if it has any."""
+        """Rewrite a JSON object's usage, if any."""
         try:
             fields = _fields.decode(text)
             usage = msgspec.json.decode(fields.get("usage", b"null"))

@@ -22,7 +22,7 @@ KINDS = {
 }
 """The paths whose requests have a prefill part, and their names in metrics."""
 
-# A prefill engine makes one token and one JSON object. Fields of the prompt, such as `tools`, stay.
+# A prefill engine makes one token and one JSON object. Prompt fields, such as `tools`, stay.
 _NOT_FOR_PREFILL = (
     "stream",
     "stream_options",
@@ -165,7 +165,7 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 
 def _prompt_size(kind: str, fields: Fields) -> tuple[int | None, int, int]:
-    """Return the most tokens, the likely tokens, and the number of prompts.
+    """Return the most and the likely tokens, and the number of prompts.
 
     A token has at least one byte.
     """
