@@ -29,7 +29,7 @@ _NAMESPACE = bytes(NAMESPACE_BYTES)
 @dataclass(frozen=True)
 class Replayed:
     """found:    [requests, 2] int32, in memory, and promoted
-    victims:  int32, the first chunks evicted from memory
+    victims:  int32, the first evicted from memory
     """
 
     found: npt.NDArray[np.int32]
@@ -66,9 +66,9 @@ def replay_class(
     times_s: Times | None = None,
     values: Sequence[ValueRun] | None = None,
 ) -> Replayed:
-    """chunks:   [events] int32, of all requests, end to end
-    starts:   [requests + 1] int64, where requests begin in `chunks`, and the end
-    parents:  [ids] int32, the preceding chunk of each; -1: none
+    """chunks:   [events] int32, of all requests
+    starts:   [requests + 1] int64, of requests in `chunks`, and the end
+    parents:  [ids] int32, the preceding chunks; -1: none
     times_s:  [requests], of arrival; `learned` needs them
     values:   of a prompt's chunks, for `learned`; None: all are equal
 
@@ -170,7 +170,7 @@ class _Lower(Protocol):
 
 
 class _Tier:
-    """parents: `{key: parent}`; all None in a tier that does not know them
+    """parents: `{key: parent}`; None: unknown
     victims: all evicted keys, in order
     """
 
@@ -215,7 +215,7 @@ class _Tier:
         self.policy.insert(key, 1, parent)
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Return the stored keys' number. All are probed before the first is written."""
+        """Return the stored keys' number. All are probed before the first write."""
         missing = [key for key in keys if key not in self._here]
         reserved = [key for key in missing if self._reserve(key, None)]
         for key in reserved:

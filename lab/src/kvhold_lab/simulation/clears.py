@@ -1,4 +1,4 @@
-"""The rule "no read after a clear": which clears *bind* a host's lookup.
+"""No read after a clear: which clears *bind* a host's lookup.
 
 `HostClears` is the rule for hosts that share a tier (decision 0026).
 """
@@ -18,7 +18,7 @@ _GRACE_S = 5.0
 @dataclass(eq=False)
 class SimClear:
     """began:  number of its request
-    done:   number of its answer; 0: none, or its host died before the journal had the clear
+    done:   number of its answer; 0: none, or its host died before journalling it
     number: its generation in the shared tier; 0: none yet
     """
 

@@ -1,8 +1,8 @@
 """Check the blocks that KVHoldConnector loads.
 
-vLLM's own calls show which blocks a pass computes and a load fills. A loaded block's digest must be
+vLLM's calls show which blocks a pass computes and a load fills. A loaded block's digest must be
 among those of blocks computed for the same adapter, images and tokens, in this engine or an earlier
-one of the same `witness_folder`. Runs on the engine's thread.
+one of the `witness_folder`. On the engine's thread.
 """
 
 import json
@@ -46,7 +46,7 @@ class WitnessHeld:
 @dataclass
 class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dictates
     """in_pass: requests whose loads end in this pass; the connector reports others
-    in_part: requests that also load a part of a block, which cannot be compared
+    in_part: requests that also load part of a block, which cannot be compared
     """
 
     inner: KVConnectorMetadata

@@ -1,8 +1,8 @@
-"""`kvhold bench pd`: time to the first token of hand-overs, and of one engine.
+"""`kvhold bench pd`: time to first token of hand-overs, and of one engine.
 
-Each round has prompts of each share of reuse, one at a time, with a salt for each system. "alone"
-and "prefill alone" are not cached. "prefills next door" is the decode engine alone, while the
-prefill engine computes other prompts.
+Each round has prompts of each share of reuse, one at a time, with a salt per system. "alone" and
+"prefill alone" are not cached. "prefills next door" is the decode engine alone, while the prefill
+engine computes other prompts.
 """
 
 import random
@@ -41,13 +41,13 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class PdSpeedRow:
-    """reuse:              share of the prompt that was seen before, in %
+    """reuse:              share of the prompt seen before, in %
     itl_p50_s:          between tokens; null: one token only
     ratio_to_nixl:      of TTFT; null: not measured
     interval:           95 %
-    ratio_to_limit:     of TTFT, to that of the prefill engine alone plus one decode step
+    ratio_to_limit:     of TTFT, to that of "prefill alone" plus one decode step
     limit_interval:     95 %
-    itl_ratio_to_alone: of the time between tokens, while prefills run next door; null: none run
+    itl_ratio_to_alone: of the time between tokens, with prefills next door; null: none
     itl_interval:       95 %
     """
 
@@ -132,7 +132,7 @@ def render(rows: Sequence[PdSpeedRow]) -> str:
 def measure(
     work: PdSpeedWork, systems: Sequence[str], times: PdTimes, say: Callable[[str], None]
 ) -> None:
-    """Raises EngineFailed; OutputsDiffer: two systems answered differently."""
+    """Raises EngineFailed; OutputsDiffer."""
     with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as folder, ExitStack() as stack:
         asked: dict[str, Callable[[list[int], str], TimedAnswer]] = {}
         for system in systems:
