@@ -1,5 +1,6 @@
 """Under vLLM's real scheduler: hints are carried out and answered, and cost no request."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -413,6 +414,17 @@ class TestTurns:
         assert known.begin("s", query_of(*[0] * 8))[1] is None
         assert known.begin("s", query_of(*[4] * 8))[1] is not None
 
+    def test_a_forgotten_branchs_retains_end_with_the_session(self) -> None:
+        known = Sessions()
+        ends: list[int] = []
+        for branch in range(sessions._MOST_BRANCHES + 1):
+            turn, _ = known.begin("s", query_of(*[branch] * 8))
+            answer = RetainAnswer(branch + 1, 8, 8)
+            turn.retains.append(RetainedPrompt(answer, partial(ends.append, branch)))
+        for retained in known.end("s", SPACE.digest):
+            retained.close()
+        assert sorted(ends) == list(range(sessions._MOST_BRANCHES + 1))
+
     @pytest.mark.parametrize("limit", ["_MOST_SESSIONS", "_MOST_CHUNKS"])
     def test_what_is_known_has_a_limit(self, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sessions, limit, 3)
@@ -422,7 +434,7 @@ class TestTurns:
             known.extend(str(name), turn, query_of(*range(12)))
             assert len(known) <= 3
             assert known._num_chunks == sum(
-                turn.num_chunks for turns in known._turns.values() for turn in turns
+                turn.num_chunks for one in known._sessions.values() for turn in one.turns
             )
         known.end("49", SPACE.digest)
         known.end("49", SPACE.digest)

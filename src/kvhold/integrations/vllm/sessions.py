@@ -17,6 +17,7 @@ from kvhold.core.keys import HASH_BYTES, Query, split_hashes
 _MOST_SESSIONS = 4096
 _MOST_BRANCHES = 4  # per session; the oldest is forgotten
 _MOST_CHUNKS = 1 << 20  # 16 MB of hashes
+_MOST_RETAINS = 64  # of a session's forgotten branches; earlier ones end by their time
 
 SessionKey = tuple[bytes, str]
 """Namespace and session_id: no tenant can name another's session."""
@@ -52,18 +53,29 @@ class Superseded:
         )
 
 
+@dataclass(eq=False)
+class _Session:
+    """turns:   the latest of each branch, the oldest first
+    retains: of forgotten branches
+    """
+
+    turns: list[SessionTurn] = field(default_factory=list)
+    retains: list[RetainedPrompt] = field(default_factory=list)
+
+
 class Sessions:
     def __init__(self) -> None:
-        self._turns: OrderedDict[SessionKey, list[SessionTurn]] = OrderedDict()
+        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
         self._num_chunks = 0
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._sessions)
 
     def begin(self, session_id: str, query: Query) -> tuple[SessionTurn, Superseded | None]:
         """None: it continues no other turn."""
-        turns = self._turns.setdefault((query.namespace, session_id), [])
-        self._turns.move_to_end((query.namespace, session_id))
+        session = self._sessions.setdefault((query.namespace, session_id), _Session())
+        self._sessions.move_to_end((query.namespace, session_id))
+        turns = session.turns
         superseded = None
         for older, shared in _by_shared_chunks(turns, query):
             if older.num_chunks and 2 * shared >= older.num_chunks:
@@ -71,6 +83,7 @@ class Sessions:
                 superseded = Superseded(_without_tails_of(query, older), shared, older.retains)
             break
         while len(turns) >= _MOST_BRANCHES:
+            session.retains = [*session.retains, *turns[0].retains][-_MOST_RETAINS:]
             self._forget(turns, turns[0])
         turn = SessionTurn(query)
         turns.append(turn)
@@ -80,21 +93,23 @@ class Sessions:
 
     def extend(self, session_id: str, turn: SessionTurn, query: Query) -> None:
         """If the turn is still known."""
-        if turn in self._turns.get((query.namespace, session_id), ()):
+        session = self._sessions.get((query.namespace, session_id))
+        if session is not None and turn in session.turns:
             self._num_chunks -= turn.num_chunks
             turn.query = query
             self._num_chunks += turn.num_chunks
 
     def latest(self, session_id: str, namespace: bytes) -> list[Query]:
         """The latest turn of each branch, the newest first."""
-        turns = self._turns.get((namespace, session_id), [])
-        return [turn.query for turn in reversed(turns)]
+        session = self._sessions.get((namespace, session_id), _Session())
+        return [turn.query for turn in reversed(session.turns)]
 
     def end(self, session_id: str, namespace: bytes) -> list[RetainedPrompt]:
         """Return its retains."""
-        turns = self._turns.pop((namespace, session_id), [])
-        self._num_chunks -= sum(turn.num_chunks for turn in turns)
-        return [retained for turn in turns for retained in turn.retains]
+        session = self._sessions.pop((namespace, session_id), _Session())
+        self._num_chunks -= sum(turn.num_chunks for turn in session.turns)
+        of_turns = [retained for turn in session.turns for retained in turn.retains]
+        return session.retains + of_turns
 
     def _forget(self, turns: list[SessionTurn], turn: SessionTurn) -> None:
         turns.remove(turn)
@@ -102,11 +117,11 @@ class Sessions:
 
     def _bound(self) -> None:
         """Forget the sessions whose latest turn is oldest. Their retains end by their time."""
-        while len(self._turns) > 1 and (
-            len(self._turns) > _MOST_SESSIONS or self._num_chunks > _MOST_CHUNKS
+        while len(self._sessions) > 1 and (
+            len(self._sessions) > _MOST_SESSIONS or self._num_chunks > _MOST_CHUNKS
         ):
-            _, turns = self._turns.popitem(last=False)
-            self._num_chunks -= sum(turn.num_chunks for turn in turns)
+            _, session = self._sessions.popitem(last=False)
+            self._num_chunks -= sum(turn.num_chunks for turn in session.turns)
 
 
 def _by_shared_chunks(turns: list[SessionTurn], query: Query) -> Iterator[tuple[SessionTurn, int]]:
