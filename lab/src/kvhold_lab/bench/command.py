@@ -278,6 +278,31 @@ def control(chunks: int, namespaces: int, scrapes: int, calls: int, json_file: P
 
 
 @command.command()
+@default_option("--agents", 9, "At the same time; 44 % have subagents.", click.IntRange(1))
+@default_option("--turns", 43, "Of each agent.", click.IntRange(2))
+@json_option()
+def sessions(agents: int, turns: int, json_file: Path | None) -> None:
+    """Memory that agents' sessions need, with retains and with superseding turns.
+
+    The mini engine at a 1/48 scale, with a real node that others store to as well.
+    """
+    with needing("vllm 'kvhold[lab]'"):
+        from kvhold_lab.bench.sessions.run import SessionsRow, SessionsSizes, rows
+
+    click.echo(f"{_machine()}\n")
+    measured: list[SessionsRow] = []
+    for row in rows(SessionsSizes(agents=agents, turns=turns)):
+        measured.append(row)
+        click.echo(
+            f"{row.arm:8} {row.ram_bytes >> 20:4} MiB, {row.turns} turns: "
+            f"{row.hit_ratio:6.1%} of {row.possible_tokens:,} possible tokens hit, "
+            f"{row.peak_retained_bytes >> 20} MiB retained, TTFT {row.ttft_p50_s:.3f} s"
+            f"{'' if row.is_right else ', WRONG TOKENS'}"
+        )
+        write_rows(json_file, measured)
+
+
+@command.command()
 @default_option("--rounds", 9, "Rounds of each measurement.", click.IntRange(1))
 @default_option("--chunks", 100_000, "Chunks of each of the 8 peers.", click.IntRange(1_000))
 @json_option()

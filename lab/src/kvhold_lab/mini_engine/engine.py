@@ -67,6 +67,7 @@ class MiniEngine:
         self.outputs: dict[str, list[int]] = {}
         self.handed: dict[str, dict[str, Any]] = {}
         self.first_token_s: dict[str, float] = {}
+        self.loaded_tokens: dict[str, int] = {}
         self.kv_digests: dict[str, str] = {}
         self.counts = Counts()
         self._keep_digests = keep_digests
@@ -238,7 +239,9 @@ class MiniEngine:
         if answer.kv_transfer_params is not None:
             self.handed[request_id] = answer.kv_transfer_params
         if answer.prefill_stats is not None:
-            self.counts.loaded_tokens += answer.prefill_stats.num_external_cached_tokens
+            loaded = answer.prefill_stats.num_external_cached_tokens
+            self.loaded_tokens[request_id] = loaded
+            self.counts.loaded_tokens += loaded
             self.counts.cached_tokens += answer.prefill_stats.num_local_cached_tokens
         if answer.finish_reason is not None and self._keep_digests:
             self.kv_digests[request_id] = _digest(self.runner.read_kv(request_id))
