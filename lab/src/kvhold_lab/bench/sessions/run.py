@@ -24,7 +24,7 @@ from kvhold_lab.bench.sessions.workload import OUTPUT, VOCAB, Agents
 from kvhold_lab.mini_engine import MiniEngine
 from kvhold_lab.mini_engine.config import ModelShape
 
-ARMS = ("no hints", "retain", "sessions")
+ARMS = NO_HINTS, RETAIN, SESSIONS = "no hints", "retain", "sessions"
 GOAL = 0.96
 _TTL_S = 3600
 _SHAPE = ModelShape(
@@ -78,40 +78,44 @@ class SessionsSizes:
 
 
 def rows(sizes: SessionsSizes) -> Iterator[SessionsRow]:
-    """The least memory for `retain` is searched in steps of 5 %; then all arms run with it, and
-    with half.
+    """`retain` with ample memory, then in steps of 5 % to the least memory that reaches the goal;
+    then the other arms with this memory, and all with half.
     """
     torch.set_num_threads(1)  # tensors are tiny
     with tempfile.TemporaryDirectory(prefix="kvhold-sessions-") as scratch:
         measured = _Measured(Path(scratch), sizes)
-        all_bytes = measured.row("retain", _AMPLE_BYTES).peak_retained_bytes / _HINTS_SHARE
+        row = measured.row(RETAIN, _AMPLE_BYTES)
+        yield row
+        step_bytes = _STEP * row.peak_retained_bytes / _HINTS_SHARE
         steps = round(1 / _STEP)
-        while not measured.row("retain", _round(all_bytes * steps * _STEP)).ok:
-            steps += 1
-        while measured.row("retain", _round(all_bytes * (steps - 1) * _STEP)).ok:
-            steps -= 1
-        needed = _round(all_bytes * steps * _STEP)
-        for ram_bytes in (needed, _round(needed / 2)):
-            for arm in ARMS:
-                yield measured.row(arm, ram_bytes)
+        row = measured.row(RETAIN, _round(steps * step_bytes))
+        yield row
+        step = -1 if row.ok else 1
+        while row.ok == (step < 0) and steps > 1:
+            steps += step
+            row = measured.row(RETAIN, _round(steps * step_bytes))
+            yield row
+        needed = _round((steps if row.ok else steps + 1) * step_bytes)
+        for arm, ram_bytes in (
+            (NO_HINTS, needed),
+            (SESSIONS, needed),
+            *((arm, _round(needed / 2)) for arm in ARMS),
+        ):
+            yield measured.row(arm, ram_bytes)
 
 
 class _Measured:
-    """Each row is measured once."""
+    """Compares the answers of all rows."""
 
     def __init__(self, folder: Path, sizes: SessionsSizes) -> None:
         self._folder = folder
         self._sizes = sizes
-        self._rows: dict[tuple[str, int], SessionsRow] = {}
         self._outputs: dict[str, list[int]] = {}
 
     def row(self, arm: str, ram_bytes: int) -> SessionsRow:
-        key = arm, ram_bytes
-        if key not in self._rows:
-            row, outputs = measure(arm, ram_bytes, self._sizes, self._folder)
-            self._outputs = self._outputs or outputs
-            self._rows[key] = replace(row, is_right=outputs == self._outputs)
-        return self._rows[key]
+        row, outputs = measure(arm, ram_bytes, self._sizes, self._folder)
+        self._outputs = self._outputs or outputs
+        return replace(row, is_right=outputs == self._outputs)
 
 
 def measure(
@@ -196,9 +200,9 @@ def _run(
 
 def _hints(arm: str, session: str, *, ends: bool) -> dict[str, Any] | None:
     retain = {"action": "retain", "ttl_s": _TTL_S}
-    if arm == "no hints":
+    if arm == NO_HINTS:
         return None
-    if arm == "retain":
+    if arm == RETAIN:
         return {"kvhold": {"hints": [retain]}}
     hints = [retain | {"until": "superseded"}]
     return {"kvhold": {"session_id": session, "end_session": ends, "hints": hints}}
