@@ -9,6 +9,7 @@ import pytest
 from kvhold.cache.state import CacheState, new_state
 from kvhold.core.api import Found
 from kvhold.core.config import Config
+from kvhold.core.hints_config import HintsConfig
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
@@ -94,11 +95,20 @@ class Cache:
 
 
 def cache_of(
-    *layouts: Layout, slots: int = 200, tiers: tuple[str, ...] = (), quota_slots: int = 0
+    *layouts: Layout,
+    slots: int = 200,
+    tiers: tuple[str, ...] = (),
+    quota_slots: int = 0,
+    hints_slots: int = 0,
 ) -> Cache:
-    quota_bytes = quota_slots * size_class(FULL.head_dim * 4)
-    config = Config(tiers=tiers, event_buffer=1000, namespace_quota_bytes=quota_bytes)
-    state = new_state(config, arena_of(slots * size_class(FULL.head_dim * 4)))
+    slot_bytes = size_class(FULL.head_dim * 4)
+    config = Config(
+        tiers=tiers,
+        event_buffer=1000,
+        namespace_quota_bytes=quota_slots * slot_bytes,
+        hints=HintsConfig(max_bytes=hints_slots * slot_bytes),
+    )
+    state = new_state(config, arena_of(slots * slot_bytes))
     cache = Cache(state)
     state.planner.clock = lambda: cache.now_s
     for layout in layouts:

@@ -156,6 +156,14 @@ class TestRetain:
         assert_free(memory)
         assert ends(memory) == {"released": 1, "owner left": 3}
 
+    def test_a_setting_takes_the_place_of_the_quarter(self) -> None:
+        memory = cache_of(PLAIN, slots=SLOTS, hints_slots=2 * SHARE)
+        first = memory.state.retain("a", PROMPT.query(), 30.0)
+        second = memory.state.retain("a", OTHER.query(), 30.0)
+        assert (first.num_tokens, second.num_tokens) == (42, 40), "of one namespace"
+        third = memory.state.retain("a", SPACE.prompt([8] * 40).query(), 30.0)
+        assert third.num_tokens == 4 * (2 * SHARE - CHUNKS - 10)
+
     def test_a_namespaces_quota_bounds_it(self) -> None:
         memory = cache_of(PLAIN, slots=SLOTS, quota_slots=20)
         assert memory.state.retain("a", PROMPT.query(), 30.0).num_tokens == 20

@@ -51,12 +51,12 @@ class KeptChunks(Generic[Keeper]):
         return self._keepers.get(name, ())
 
     def free_bytes(self, namespace: bytes) -> int:
-        capacity_bytes = self._ram.capacity_bytes
-        quota_bytes = self._ram.limits.of(namespace) or capacity_bytes
-        return min(
-            (self._max_bytes or capacity_bytes // _SHARE) - self._all_bytes,
-            quota_bytes // _SHARE - self._bytes_by.get(namespace, 0),
-        )
+        free_bytes = (self._max_bytes or self._ram.capacity_bytes // _SHARE) - self._all_bytes
+        quota_bytes = self._ram.limits.of(namespace)
+        if quota_bytes:
+            of_namespace = quota_bytes // _SHARE - self._bytes_by.get(namespace, 0)
+            free_bytes = min(free_bytes, of_namespace)
+        return free_bytes
 
     def add(self, name: bytes, keeper: Keeper, nbytes: int) -> None:
         if name not in self._keepers:
