@@ -28,7 +28,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class Turn:
+class AgentTurn:
     """possible: tokens of the prompt that an earlier request of the agent, or of its parent before
     it, had as prompt or output, from the start; the last token is always computed
     """
@@ -41,7 +41,7 @@ class Turn:
 
 
 @dataclass
-class Agent:
+class SimulatedAgent:
     name: str
     turns: int
     rng: random.Random
@@ -50,16 +50,16 @@ class Agent:
     done: int = 0
     loop: int = 0
     seen: list[npt.NDArray[np.int16]] = field(default_factory=list)
-    subagent: "Agent | None" = None
+    subagent: "SimulatedAgent | None" = None
 
     @property
     def is_over(self) -> bool:
         return self.done == self.turns
 
-    def next_turn(self) -> Turn:
+    def next_turn(self) -> AgentTurn:
         prompt = self.prompt()
         possible = min(len(prompt) - 1, max([_shared(one, prompt) for one in self.seen], default=0))
-        return Turn(
+        return AgentTurn(
             f"{self.name}-{self.done}", self.name, prompt, possible, self.done == self.turns - 1
         )
 
@@ -71,7 +71,7 @@ class Agent:
             for token in piece.tokens
         ]
 
-    def answered(self, turn: Turn, output: Tokens) -> None:
+    def answered(self, turn: AgentTurn, output: Tokens) -> None:
         # the last token has no KV
         self.seen.append(np.array(turn.prompt + output[:-1], np.int16))
         self.done += 1
@@ -92,8 +92,8 @@ class Agent:
         self.subagent = None
         self.pieces.append(_Piece(_text(self.rng, RESULT)))
 
-    def _fork(self) -> "Agent":
-        return Agent(
+    def _fork(self) -> "SimulatedAgent":
+        return SimulatedAgent(
             f"{self.name}.{self.done}",
             _SUB_TURNS,
             self.rng,
@@ -110,7 +110,7 @@ class Agents:
         self._rng = random.Random(seed)
         system = _text(self._rng, SYSTEM)
         self._agents = [
-            Agent(
+            SimulatedAgent(
                 f"agent-{number}",
                 turns,
                 random.Random(f"{seed} {number}"),
@@ -125,7 +125,7 @@ class Agents:
     def are_over(self) -> bool:
         return all(agent.is_over for agent in self._agents)
 
-    def acting(self) -> list[tuple[Agent, Turn]]:
+    def acting(self) -> list[tuple[SimulatedAgent, AgentTurn]]:
         chosen = []
         for agent in self._agents:
             acts = self._rng.random() < _ACTS
