@@ -137,10 +137,6 @@ class Agents:
         return chosen
 
 
-def _num_with(agents: int) -> int:
-    return round(agents * _WITH_SUBAGENTS)
-
-
 def _shared(seen: npt.NDArray[np.int16], prompt: Tokens) -> int:
     length = min(len(seen), len(prompt))
     differ = np.flatnonzero(seen[:length] != np.array(prompt[:length], np.int16))
