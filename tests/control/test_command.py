@@ -44,6 +44,8 @@ async def test_it_says_where_it_is_and_ends_with_sigterm(node: RunningNode) -> N
             url = ready.split()[-1]
             async with client.get(f"{url}/health/ready") as response:
                 assert await response.json() == {"status": "ready"}
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(10, own)
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
     finally:

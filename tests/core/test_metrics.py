@@ -103,6 +103,14 @@ class TestMetrics:
             "kvhold_stored_bytes": 7,
         }
 
+    def test_a_status_shows_what_came_and_went_since_the_last_one(self) -> None:
+        metrics = Metrics()
+        metrics.add("kvhold_lookup_requests", result="hit")
+        metrics.as_dict()
+        metrics.forget("result", "hit")
+        metrics.add("kvhold_lookup_requests", 3, result="miss")
+        assert metrics.as_dict() == {"kvhold_lookup_requests{result=miss}": 3}
+
     @pytest.mark.parametrize(
         ("name", "labels"),
         [

@@ -1,4 +1,5 @@
 import asyncio
+import os
 from pathlib import Path
 
 import click
@@ -30,7 +31,14 @@ def command(listen: str | None, socket: str | None, config_file: Path | None) ->
         arguments["control"] = {"listen": listen}
     if socket is not None:
         arguments["node"] = {"socket": socket}
-    asyncio.run(_serve(load_config(arguments, file=config_file)))
+    config = load_config(arguments, file=config_file)
+    _yield_to_others(config.control.nice)
+    asyncio.run(_serve(config))
+
+
+def _yield_to_others(nice: int) -> None:
+    if nice > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
 async def _serve(config: Config) -> None:

@@ -37,6 +37,9 @@ class ControlConfig:
     node_timeout_s: float = setting(
         5.0, "how long a request waits for the node's answer", minimum=0.01
     )
+    nice: int = setting(
+        10, "nice value of the API's process: engines and the node go first", minimum=0, maximum=19
+    )
     max_running: int = setting(
         8, "requests to the node at once; as many again wait, and more are refused", minimum=1
     )

@@ -7,9 +7,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
+from typing import TypeAlias
 
 from kvhold.core.metrics_table import TABLE as TABLE
 from kvhold.core.metrics_table import Metric as Metric
+
+_Key: TypeAlias = tuple[str, tuple[str, ...]]  # name, values of its labels
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class Sample:
 
 class Metrics:
     def __init__(self) -> None:
-        self._values: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+        self._values: dict[_Key, float] = {}
+        self._counts: dict[_Key, list[int]] = {}
+        self._shown: dict[_Key, _Shown] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         key = (name, _ordered(name, labels))
@@ -51,31 +55,52 @@ class Metrics:
         return self._values.get((name, _ordered(name, labels)), 0)
 
     def samples(self) -> Iterator[Sample]:
-        order = {name: i for i, name in enumerate(TABLE)}
-        values = dict(self._values)
-        for name, labels in sorted(values, key=lambda key: (order[key[0]], key[1])):
-            counts = tuple(accumulate(self._counts.get((name, labels), ())))
-            yield Sample(TABLE[name], labels, values[name, labels], counts)
+        for shown, value, counts in self._now():
+            yield Sample(shown.metric, shown.labels, value, counts)
 
     def as_dict(self) -> dict[str, float]:
         """{"name{label=value}": value}"""
         flat: dict[str, float] = {}
-        for sample in self.samples():
-            pairs = ",".join(
-                f"{k}={v}" for k, v in zip(sample.metric.labels, sample.labels, strict=True)
-            )
-            braces = f"{{{pairs}}}" if pairs else ""
-            if sample.counts:
-                flat[f"{sample.metric.name}_count{braces}"] = sample.counts[-1]
-                flat[f"{sample.metric.name}_sum{braces}"] = sample.value
+        for shown, value, counts in self._now():
+            if counts:
+                flat[shown.count_name] = counts[-1]
+                flat[shown.sum_name] = value
             else:
-                flat[f"{sample.metric.name}{braces}"] = sample.value
+                flat[shown.name] = value
         return flat
+
+    def _now(self) -> Iterator[tuple["_Shown", float, tuple[int, ...]]]:
+        values, all_shown = dict(self._values), self._shown
+        if all_shown.keys() != values.keys():
+            all_shown = self._shown = _in_order(values)
+        for key, shown in all_shown.items():
+            counts = tuple(accumulate(self._counts.get(key, ()))) if shown.metric.buckets else ()
+            yield shown, values[key], counts
+
+
+class _Shown:
+    """Names of a value in a status, made once."""
+
+    __slots__ = ("count_name", "labels", "metric", "name", "sum_name")
+
+    def __init__(self, metric: Metric, labels: tuple[str, ...]) -> None:
+        pairs = ",".join(f"{k}={v}" for k, v in zip(metric.labels, labels, strict=True))
+        braces = f"{{{pairs}}}" if pairs else ""
+        self.metric, self.labels = metric, labels
+        self.name = f"{metric.name}{braces}"
+        self.count_name = f"{metric.name}_count{braces}"
+        self.sum_name = f"{metric.name}_sum{braces}"
+
+
+def _in_order(keys: Iterable[_Key]) -> dict[_Key, _Shown]:
+    order = {name: i for i, name in enumerate(TABLE)}
+    ordered = sorted(keys, key=lambda key: (order[key[0]], key[1]))
+    return {key: _Shown(TABLE[key[0]], key[1]) for key in ordered}
 
 
 def merged_samples(sources: Iterable[Metrics]) -> list[Sample]:
     """Of several threads; equal ones are added."""
-    merged: dict[tuple[str, tuple[str, ...]], Sample] = {}
+    merged: dict[_Key, Sample] = {}
     for source in sources:
         for sample in source.samples():
             key = (sample.metric.name, sample.labels)

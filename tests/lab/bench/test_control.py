@@ -26,8 +26,12 @@ def test_requests_are_answered_while_an_engine_looks_up() -> None:
     }
     compared = measured["p99 of a lookup of 32,000 tokens, 4 scrapes, 40 calls"]
     assert compared.limit is not None and compared.ratio is not None
-    assert compared.ratio == pytest.approx(compared.value / compared.limit, rel=0.01)
-    assert (compared.ok, measured["a scrape"].ok) == (compared.ratio <= 1.1, None)
+    assert compared.interval is not None and compared.noise is not None
+    low, high = compared.interval
+    assert low <= compared.ratio <= high and compared.noise >= 1
+    undecided = low / compared.noise <= 1.1 < high * compared.noise
+    assert compared.ok == (None if undecided else compared.ratio <= 1.1)
+    assert measured["a scrape"].ok is None
     assert measured["a scrape"].value > 0 < measured["a call"].value
     shown = [row for name, row in measured.items() if name.startswith("the dashboard is shown")]
     assert len(shown) == (shutil.which("chromedriver") is not None)

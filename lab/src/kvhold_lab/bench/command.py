@@ -270,10 +270,10 @@ def control(chunks: int, namespaces: int, scrapes: int, calls: int, json_file: P
     for row in rows(sizes):
         measured.append(row)
         limit = "" if row.limit is None else f"limit {row.limit:g}, ratio {row.ratio:.3f}"
-        click.echo(
-            f"{row.name:66} {row.value:10.3f} {row.unit:3} {limit} "
-            f"{'NOT MET' if row.ok is False else ''}"
-        )
+        if row.interval is not None:
+            limit += f" ({row.interval[0]:.3f}-{row.interval[1]:.3f}; noise {row.noise:.3f})"
+        verdict = "NOT MET" if row.ok is False else "undecided" if row.ok is None and limit else ""
+        click.echo(f"{row.name:66} {row.value:10.3f} {row.unit:3} {limit} {verdict}")
     write_rows(json_file, measured)
 
 
