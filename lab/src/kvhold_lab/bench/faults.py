@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -300,10 +301,14 @@ def _comes_back(place: BenchPlace) -> FaultRow:
         back = trial.until(
             lambda: all(tier["available"] for tier in trial.client.status()["tiers"])
         )
-        before = trial.count("kvhold_tier_bytes")
-        trial.store(20)
-        trial.flush()
-        trial.alive = trial.alive and back and trial.count("kvhold_tier_bytes") > before
+        before, seeds = trial.count("kvhold_tier_bytes"), count(20)
+
+        def is_written() -> bool:  # a server's first answers may be late
+            trial.store(next(seeds))
+            trial.flush()
+            return trial.count("kvhold_tier_bytes") > before
+
+        trial.alive = trial.alive and back and trial.until(is_written)
         return trial.row(place.name, "comes back")
 
 
