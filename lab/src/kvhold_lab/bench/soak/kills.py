@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import KVHoldError
+from kvhold.core.errors import KVHoldError, NodeError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
@@ -30,6 +30,7 @@ LAYOUT = Layout(
 PROMPT_TOKENS = 3 * 64 + 10
 _ROUNDS_A_SPACE = 20
 _REREAD = 6
+_CLEARED_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def run(rounds: int, seed: int) -> Kills:
 def _round(work: _Run, number: int, *, last: bool = False) -> None:
     with _Node(work.folder) as node, node.client() as client:
         client.register(_space(work))
+        _wait_for_clears(client)
         _look(work, client, everything=last)
         _account(work, client)
         if last:
@@ -103,6 +105,15 @@ def _round(work: _Run, number: int, *, last: bool = False) -> None:
             threading.Timer(work.chance.uniform(0.01, 0.25), node.kill).start()
             _store_until_dead(work, client)
         node.wait()
+
+
+def _wait_for_clears(client: NodeClient) -> None:
+    """Until then, the disk takes no values."""
+    until_s = time.monotonic() + _CLEARED_S
+    while client.status()["tiers"][0]["pending_clears"]:
+        if time.monotonic() > until_s:
+            raise NodeError(f"a clear has not ended within {_CLEARED_S:.0f} s")
+        time.sleep(0.01)
 
 
 def _store_until_dead(work: _Run, client: NodeClient) -> None:
