@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
+# Set in many containers. Every process would compile the sources, every worker of pytest the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 stage = @printf '\n=== %s ===\n' '$(1)'
 timed = @$(BIN)/python tools/stages.py run '$(1)'
 
