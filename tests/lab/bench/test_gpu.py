@@ -14,11 +14,7 @@ from kvhold_lab.bench.gpu.command import PARTS, command
 from kvhold_lab.bench.gpu.rows import GpuRow, rate
 from kvhold_lab.bench.gpu.target import Target
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.usefixtures("unmeasured_children"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 WITH_VLLM = ("mini", "verify", "vllm")  # in tests/vllm/test_gpu_parts.py
 FIELDS = {"part", "name", "value", "unit", "limit", "ratio", "ok"}

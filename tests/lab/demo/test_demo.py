@@ -21,7 +21,6 @@ FIELDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured_children")
 def test_without_vllm_it_runs_on_transformers_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,14 +20,12 @@ def test_finds_nothing_in_the_first_seeds() -> None:
     assert result.operations > 40
 
 
-@pytest.mark.usefixtures("unmeasured_children")
 def test_a_seed_is_one_history() -> None:
     first, again = [list(soak._lines(soak._source(), 7, 3)) for _ in range(2)]
     assert first == again
     assert first != list(soak._lines(soak._source(), 8, 3))
 
 
-@pytest.mark.usefixtures("unmeasured_children")
 def test_a_seed_of_several_hosts_is_one_history() -> None:
     seeds = [7 * EVERY, 9 * EVERY, 18 * EVERY]  # many connections that end together
     first, again = [
@@ -37,7 +35,6 @@ def test_a_seed_of_several_hosts_is_one_history() -> None:
     assert first[0] != first[1] != first[2]
 
 
-@pytest.mark.usefixtures("unmeasured_children")
 def test_a_seed_of_peers_is_one_history() -> None:
     first, again = [list(soak._lines(soak._source(), 3, 4, hosts=3)) for _ in range(2)]
     assert first == again
@@ -50,7 +47,6 @@ def test_finds_nothing_in_the_first_seeds_of_more_peers() -> None:
     assert result.operations > 10
 
 
-@pytest.mark.usefixtures("unmeasured_children")
 @pytest.mark.parametrize("name", ["changes-after-a-gap-are-taken", "chunk-for-a-peer-stays-pinned"])
 def test_finds_a_mutation_of_the_peers(name: str) -> None:
     (row,) = soak.run_mutations(30, names=(name,), hosts=3).rows
@@ -73,7 +69,6 @@ print(len(asked), sum(map(len, findings)))
 """
 
 
-@pytest.mark.usefixtures("unmeasured_children")
 def test_the_promise_is_asked_of_chunks_from_all_places_and_of_clears_of_all_hosts() -> None:
     seeds = [str(number * EVERY) for number in range(1, 25)]
     command = [sys.executable, "-W", "ignore", "-c", _COUNTS, *seeds]
@@ -114,7 +109,6 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
             apply(patch, tmp_path)
 
 
-@pytest.mark.usefixtures("unmeasured_children")
 @pytest.mark.parametrize(
     "name",
     [
