@@ -53,6 +53,9 @@ static: setup # mypy has one core, the documentation and then the compilers have
 engines: setup servers
 	$(call beside,vllm,sglang)
 
+# Workers and their child processes fill the cores; more threads of torch would wait for each other.
+parts unit tiers: export OMP_NUM_THREADS = 1
+
 parts: setup servers ## the tests without vLLM and SGLang: `unit` and `tiers` at once, because those of tiers mostly wait
 	$(call stage,pytest: units, real servers and long tests)
 	$(call timed,parts) $(BIN)/python tools/run_tests.py $(MEASURE) parts -m 'not vllm and not sglang' -n 4 --dist loadfile
