@@ -23,8 +23,8 @@ from tests.measuring import Measuring, measured
 
 # Files whose tests are long and share nothing.
 SPREAD_FILES = ("tests/lab/simulation/test_simulation.py",)
-# Files that take a minute or more, the longest first. They begin first: at the end one would run
-# alone.
+# Files that take a minute or more, the longest first, and those that take longer than their marks
+# say. They begin first: at the end one would run alone.
 LONG_FILES = (
     "tests/vllm/test_reuse.py",
     "tests/vllm/test_codecs.py",
@@ -56,6 +56,12 @@ LONG_FILES = (
     "tests/tiers/test_s3.py",
     "tests/tiers/test_disk_crash.py",
     "tests/lab/bench/test_micro.py",
+    "tests/tiers/test_learned.py",
+    "tests/cache/test_state.py",
+    "tests/cache/test_searches_in_any_order.py",
+    "tests/lab/bench/test_overload.py",
+    "tests/test_run_tests.py",
+    "tests/tiers/test_disk_account.py",
 )
 
 MEASURING = pytest.StashKey[Measuring | None]()
@@ -116,16 +122,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first, then those of many tests."""
-    counts = Counter(_file(item.nodeid) for item in items)
+    """Put long files first, then those that look long."""
+    costs = Counter[str]()
+    for item in items:
+        costs[_file(item.nodeid)] += _cost(item)
     ranks = {file: rank - len(LONG_FILES) for rank, file in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: (ranks.get(file := _file(item.nodeid), 0), -counts[file], file))
+    items.sort(key=lambda item: (ranks.get(file := _file(item.nodeid), 0), -costs[file], file))
     if importlib.util.find_spec("vllm") is not None:
         return
     for item in items:
         if item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.skip(reason="no vLLM in this environment"))
+
+
+def _cost(item: pytest.Item) -> int:
+    """About 20 a second."""
+    marks = {mark.name for mark in item.iter_markers()}
+    return 200 if "slow" in marks else 20 if marks & {"server", "vllm"} else 1
 
 
 @pytest.hookimpl(wrapper=True)
