@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -5,51 +6,52 @@ from numba import njit, types
 from numpy.lib.stride_tricks import as_strided
 
 from kvhold.kernels.numba_compile import compiled, readonly
-from kvhold.kernels.numba_floats import BFLOAT16, FLOAT16, FLOAT32, as_bits, float_to_half, load
-from kvhold.kernels.rope import Rope
+from kvhold.kernels.numba_floats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    KINDS,
+    as_bits,
+    as_float,
+    float_to_half,
+    half_to_float,
+)
+from kvhold.kernels.rope import Rope, dtype_of
 from kvhold.kernels.rotary import Turns
-
-_KINDS = {
-    np.dtype(np.uint16): BFLOAT16,
-    np.dtype(np.float16): FLOAT16,
-    np.dtype(np.float32): FLOAT32,
-}
 
 
 def rotate(keys: Any, turns: Turns, rope: Rope, out: Any) -> None:
     """Host memory."""
     source, into = _bits(keys), _bits(out)
-    kind = _KINDS[keys.dtype] if isinstance(keys, np.ndarray) else _KINDS_OF_TORCH[str(keys.dtype)]
+    if out is not keys:
+        for rest in (slice(0, rope.first), slice(rope.first + rope.rotary_dim, None)):
+            into[..., rest] = source[..., rest]
+    turned = slice(rope.first, rope.first + rope.rotary_dim)
+    call = _BY_KIND[rope.layout][KINDS[dtype_of(keys)]]
     for at in np.ndindex(source.shape[:-3]):
-        _rotate_part(source[at], turns, rope, into[at], kind, is_same=out is keys)
+        _turn_part(call, source[at][..., turned], turns, into[at][..., turned])
 
 
-def _rotate_part(
-    source: Any, turns: Turns, rope: Rope, into: Any, kind: int, *, is_same: bool
-) -> None:
-    """[tokens, heads, head_dim], as bits"""
+def _turn_part(call: Callable[..., None], source: Any, turns: Turns, into: Any) -> None:
+    """[tokens, heads, rotary_dim], as bits"""
     if not source.size:
         return
-    flat_source, flat_into = _flat(source), _flat(into)
-    if flat_source is None:
-        source, is_same = np.ascontiguousarray(source), False
-        flat_source = source.reshape(-1)
-    spare = into if flat_into is not None else np.empty(into.shape, into.dtype)
-    if flat_into is None:
-        flat_into, is_same = spare.reshape(-1), False
-    _rotate(
-        flat_source,
+    if (flat := _flat(source)) is None:
+        source = np.ascontiguousarray(source)
+        flat = source.reshape(-1)
+    spare = into
+    if (flat_out := _flat(into)) is None:
+        spare = np.empty(into.shape, into.dtype)
+        flat_out = spare.reshape(-1)
+    call(
+        flat,
         *(stride // source.itemsize for stride in source.strides[:2]),
-        flat_into,
+        flat_out,
         *(stride // spare.itemsize for stride in spare.strides[:2]),
-        turns.cos,
-        turns.sin,
+        turns.cos.reshape(-1),
+        turns.sin.reshape(-1),
         source.shape[1],
-        rope.head_dim,
-        rope.first,
-        kind,
-        rope.layout == "interleaved",
-        not is_same,
+        source.shape[2] // 2,
     )
     if spare is not into:
         into[...] = spare
@@ -74,50 +76,45 @@ def _flat(part: Any) -> Any:
     return as_strided(part, (extent,), (size,), writeable=part.flags.writeable)
 
 
-_KINDS_OF_TORCH = {"torch.bfloat16": BFLOAT16, "torch.float16": FLOAT16, "torch.float32": FLOAT32}
-
-
 # --- compiled -------------------------------------------------------------------------------------
+
+# unsigned indices cannot be negative, so the loops vectorise
+_U = np.uint64
+_HALF_BITS = np.uint32(16)
 
 
 @njit(inline="always")
-def _store(row: Any, count: int, kind: int, into: Any) -> None:
-    """Round to nearest even."""
+def _to_bfloat16(value: Any) -> Any:
+    """To nearest even."""
+    bits = as_bits(value)
+    lowest = np.uint32(bits >> _HALF_BITS & np.uint32(1))
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + lowest) >> _HALF_BITS)
+
+
+@njit(inline="always")
+def _value(source: Any, at: Any, kind: int) -> Any:
+    if kind == BFLOAT16:
+        return as_float(np.uint32(np.uint32(source[at]) << _HALF_BITS))
+    if kind == FLOAT16:
+        return half_to_float(np.uint16(source[at]))
+    return as_float(np.uint32(source[at]))
+
+
+@njit(inline="always")
+def _write(values: Any, count: int, kind: int, into: Any, at: Any) -> None:
     if kind == BFLOAT16:
         for i in range(count):
-            bits = as_bits(row[i])
-            lowest = np.uint32(bits >> np.uint32(16) & np.uint32(1))
-            into[i] = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + lowest) >> np.uint32(16))
+            into[at + _U(i)] = _to_bfloat16(values[i])
     elif kind == FLOAT16:
         for i in range(count):
-            into[i] = float_to_half(row[i])
+            into[at + _U(i)] = float_to_half(values[i])
     else:
         for i in range(count):
-            into[i] = as_bits(row[i])
+            into[at + _U(i)] = as_bits(values[i])
 
 
-@compiled(
-    *(
-        types.void(
-            readonly(kind),
-            types.int64,
-            types.int64,
-            kind[::1],
-            types.int64,
-            types.int64,
-            readonly(types.float32, 2),
-            readonly(types.float32, 2),
-            types.int64,
-            types.int64,
-            types.int64,
-            types.int64,
-            types.boolean,
-            types.boolean,
-        )
-        for kind in (types.uint16, types.uint32)
-    )
-)
-def _rotate(
+@njit(inline="always")
+def _turn_halves(
     source: Any,
     source_token: int,
     source_head: int,
@@ -127,33 +124,110 @@ def _rotate(
     cos: Any,
     sin: Any,
     heads: int,
-    head_dim: int,
-    first: int,
+    half: int,
     kind: int,
-    is_interleaved: bool,
-    copies_rest: bool,
 ) -> None:
-    tokens, half = cos.shape
-    row, turned = np.empty(2 * half, np.float32), np.empty(2 * half, np.float32)
-    for token in range(tokens):
-        c, s = cos[token], sin[token]
+    xs, ys = np.empty(half, np.float32), np.empty(half, np.float32)
+    for token in range(cos.size // half):
+        of_token = _U(token * half)
         for head in range(heads):
-            at = token * source_token + head * source_head
-            to = token * into_token + head * into_head
-            load(source, at + first, 2 * half, kind, row)
-            if is_interleaved:
-                for i in range(half):
-                    x, y = row[2 * i], row[2 * i + 1]
-                    turned[2 * i] = np.float32(np.float32(x * c[i]) - np.float32(y * s[i]))
-                    turned[2 * i + 1] = np.float32(np.float32(y * c[i]) + np.float32(x * s[i]))
-            else:
-                xs, ys = row[:half], row[half:]
-                ones, others = turned[:half], turned[half:]
-                for i in range(half):
-                    ones[i] = np.float32(np.float32(xs[i] * c[i]) - np.float32(ys[i] * s[i]))
-                    others[i] = np.float32(np.float32(ys[i] * c[i]) + np.float32(xs[i] * s[i]))
-            if copies_rest:
-                into[to : to + first] = source[at : at + first]
-                rest = first + 2 * half
-                into[to + rest : to + head_dim] = source[at + rest : at + head_dim]
-            _store(turned, 2 * half, kind, into[to + first : to + first + 2 * half])
+            at = _U(token * source_token + head * source_head)
+            to = _U(token * into_token + head * into_head)
+            for i in range(half):
+                x = _value(source, at + _U(i), kind)
+                y = _value(source, at + _U(half) + _U(i), kind)
+                c, s = cos[of_token + _U(i)], sin[of_token + _U(i)]
+                xs[i] = np.float32(np.float32(x * c) - np.float32(y * s))
+                ys[i] = np.float32(np.float32(y * c) + np.float32(x * s))
+            _write(xs, half, kind, into, to)
+            _write(ys, half, kind, into, to + _U(half))
+
+
+@njit(inline="always")
+def _turn_pairs(
+    source: Any,
+    source_token: int,
+    source_head: int,
+    into: Any,
+    into_token: int,
+    into_head: int,
+    cos: Any,
+    sin: Any,
+    heads: int,
+    half: int,
+    kind: int,
+) -> None:
+    row = np.empty(2 * half, np.float32)
+    for token in range(cos.size // half):
+        of_token = _U(token * half)
+        for head in range(heads):
+            at = _U(token * source_token + head * source_head)
+            to = _U(token * into_token + head * into_head)
+            for i in range(half):
+                x = _value(source, at + _U(2 * i), kind)
+                y = _value(source, at + _U(2 * i + 1), kind)
+                c, s = cos[of_token + _U(i)], sin[of_token + _U(i)]
+                row[2 * i] = np.float32(np.float32(x * c) - np.float32(y * s))
+                row[2 * i + 1] = np.float32(np.float32(y * c) + np.float32(x * s))
+            _write(row, 2 * half, kind, into, to)
+
+
+def _signature(kind: Any) -> Any:
+    strides = types.int64, types.int64
+    tables = readonly(types.float32), readonly(types.float32)
+    return types.void(readonly(kind), *strides, kind[::1], *strides, *tables, *strides)
+
+
+# one for each kind and layout: with constants the loops vectorise
+
+
+@compiled(_signature(types.uint16))
+def _bfloat16_half(
+    k: Any, a: int, b: int, o: Any, c: int, d: int, cos: Any, sin: Any, h: int, n: int
+) -> None:
+    _turn_halves(k, a, b, o, c, d, cos, sin, h, n, BFLOAT16)
+
+
+@compiled(_signature(types.uint16))
+def _bfloat16_interleaved(
+    k: Any, a: int, b: int, o: Any, c: int, d: int, cos: Any, sin: Any, h: int, n: int
+) -> None:
+    _turn_pairs(k, a, b, o, c, d, cos, sin, h, n, BFLOAT16)
+
+
+@compiled(_signature(types.uint16))
+def _float16_half(
+    k: Any, a: int, b: int, o: Any, c: int, d: int, cos: Any, sin: Any, h: int, n: int
+) -> None:
+    _turn_halves(k, a, b, o, c, d, cos, sin, h, n, FLOAT16)
+
+
+@compiled(_signature(types.uint16))
+def _float16_interleaved(
+    k: Any, a: int, b: int, o: Any, c: int, d: int, cos: Any, sin: Any, h: int, n: int
+) -> None:
+    _turn_pairs(k, a, b, o, c, d, cos, sin, h, n, FLOAT16)
+
+
+@compiled(_signature(types.uint32))
+def _float32_half(
+    k: Any, a: int, b: int, o: Any, c: int, d: int, cos: Any, sin: Any, h: int, n: int
+) -> None:
+    _turn_halves(k, a, b, o, c, d, cos, sin, h, n, FLOAT32)
+
+
+@compiled(_signature(types.uint32))
+def _float32_interleaved(
+    k: Any, a: int, b: int, o: Any, c: int, d: int, cos: Any, sin: Any, h: int, n: int
+) -> None:
+    _turn_pairs(k, a, b, o, c, d, cos, sin, h, n, FLOAT32)
+
+
+_BY_KIND = {
+    "half": {BFLOAT16: _bfloat16_half, FLOAT16: _float16_half, FLOAT32: _float32_half},
+    "interleaved": {
+        BFLOAT16: _bfloat16_interleaved,
+        FLOAT16: _float16_interleaved,
+        FLOAT32: _float32_interleaved,
+    },
+}

@@ -21,8 +21,6 @@ from kvhold.kernels.rotary import NO_SCALING, Floats, Scaling, Turns, frequencie
 RopeLayout: TypeAlias = Literal["half", "interleaved"]
 Worker: TypeAlias = Literal["numba", "triton", "reference"]
 
-_NUMPY = {"float32": np.float32, "float16": np.float16, "uint16": np.uint16}
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -101,10 +99,10 @@ def rotate(
     """
     old, new = as_positions(old_positions), as_positions(new_positions)
     is_numpy = isinstance(keys, np.ndarray)
-    dtype = str(keys.dtype).removeprefix("torch.")
-    known = _NUMPY if is_numpy else ("float32", "float16", "bfloat16")
-    if dtype not in known:
-        raise ValueError(f"keys are {dtype}; they must be {', '.join(known)}")
+    if dtype_of(keys) not in ("float32", "float16", "bfloat16"):
+        raise ValueError(
+            f"keys are {dtype_of(keys)}; they must be float32, float16 or bfloat16 (numpy: uint16)"
+        )
     if keys.ndim < 3 or keys.shape[-1] != rope.head_dim:
         raise ValueError(
             f"keys have the shape {tuple(keys.shape)}; it must be [..., tokens, heads, "
@@ -129,6 +127,12 @@ def rotate(
     table = turns(rope, old, new, old_length, new_length)
     _load(worker or _chosen(device.partition(":")[0]))(keys, table, rope, out)
     return out
+
+
+def dtype_of(keys: Any) -> str:
+    name = str(keys.dtype).removeprefix("torch.")
+    is_bits = name == "uint16" and isinstance(keys, np.ndarray)
+    return "bfloat16" if is_bits else name
 
 
 def as_positions(positions: Any) -> npt.NDArray[np.int64]:
