@@ -4,6 +4,7 @@ with open_cache(ram_bytes="2GiB", tiers=["disk:///var/cache/kvhold"]) as cache: 
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ from kvhold.core.arrays import WholePrompts
 from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
+from kvhold.core.held_spans import HeldSpans
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
@@ -114,14 +116,26 @@ class LocalCache(WholePrompts):
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
                 found = self._await(found.ticket, wait_s)
         self._finish_chores()
-        number = found.ticket or found.announcement
-        return Hit(
-            found,
-            lambda: self._release(number),
-            poll=self._poll_hit,
-            pause=self._pause,
-            give_back_hit=lambda: self._release(number, keep_announcement=True),
-        )
+        return self._hit(found)
+
+    def spans(
+        self,
+        queries: Sequence[Query],
+        *,
+        wait_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> HeldSpans:
+        with self._lock:
+            self._check_open()
+            found = self._state.spans(self._owner, queries)
+            self._move()
+        self._finish_chores()
+        spans = HeldSpans([self._hit(one) for one in found])
+        if spans.arriving and wait_s != 0:
+            wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
+            with on_error(spans.close):
+                spans.wait(time.monotonic() + wait_s)
+        return spans
 
     def report_timing(
         self,
@@ -329,6 +343,16 @@ class LocalCache(WholePrompts):
     def _check_open(self) -> None:
         if self._closed:
             raise KVHoldError("this cache is closed")
+
+    def _hit(self, found: Found) -> Hit:
+        number = found.ticket or found.announcement
+        return Hit(
+            found,
+            lambda: self._release(number),
+            poll=self._poll_hit,
+            pause=self._pause,
+            give_back_hit=lambda: self._release(number, keep_announcement=True),
+        )
 
     def _await(self, ticket: int, wait_s: float) -> Found:
         """The caller holds the lock."""

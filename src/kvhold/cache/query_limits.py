@@ -1,12 +1,31 @@
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvhold.cache.reservations import MAX_SHARDS
-from kvhold.core.errors import ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
+from kvhold.core.errors import ConfigError, ProtocolError
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query, allows_loss
 from kvhold.core.layout import Layout
 
+MOST_SPANS = 256  # per request
 _MOST_KEYS = 1 << 20  # per query: 100 MB of keys
 _MOST_ROWS = 1 << 12  # groups times shards, which some steps visit
+
+
+def check_span_queries(queries: Sequence[Query], find_layout: Callable[[bytes], Layout]) -> None:
+    """Raises ConfigError; ProtocolError for an invalid query."""
+    if len(queries) > MOST_SPANS:
+        raise ConfigError(f"{len(queries)} spans; at most {MOST_SPANS} are looked up at once")
+    num_keys = sum(check_query(find_layout(query.layout), query) for query in queries)
+    if num_keys > _MOST_KEYS:
+        raise ConfigError(
+            f"{len(queries)} spans of {num_keys} keys; the limit is {_MOST_KEYS}: look up fewer "
+            "or shorter spans"
+        )
+    for number, query in enumerate(queries):
+        if not allows_loss(query.namespace):
+            raise ConfigError(
+                f"spans[{number}] has the namespace of exact prompts; use Namespace.of_spans"
+            )
 
 
 def check_query(layout: Layout, query: Query) -> int:

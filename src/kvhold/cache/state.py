@@ -23,7 +23,7 @@ from kvhold.cache.leases import ClaimAnswer, Held, Leases, Owner
 from kvhold.cache.lookup import Lookups
 from kvhold.cache.planner import Planner
 from kvhold.cache.prompt_clears import PromptClear, PromptClears
-from kvhold.cache.query_limits import check_query
+from kvhold.cache.query_limits import check_query, check_span_queries
 from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.retains import Retains
 from kvhold.cache.transfer.commands import ClearCommand, Command
@@ -57,6 +57,8 @@ from kvhold.tiers.memory_limits import MemoryLimits
 from kvhold.tiers.policies import Policy, make_policy
 from kvhold.tiers.ram import ADMITTED, Entry, RamTier
 from kvhold.tiers.stack import TierPlace
+
+_SPAN_UNITS = 50  # per span, beside its lookup
 
 
 def new_state(
@@ -211,6 +213,20 @@ class CacheState:
             owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent, trace=trace
         )
 
+    def spans_turns(self, owner: Owner, queries: Sequence[Query]) -> Turns[list[Found]]:
+        """Each with a ticket of its own. Raises ConfigError, LayoutError, ProtocolError."""
+        check_span_queries(queries, self.layout)
+        found: list[Found] = []
+        try:
+            for query in queries:
+                found.append((yield from self.lookup_turns(owner, query)))
+                yield _SPAN_UNITS
+        except BaseException:  # the client may disconnect between steps
+            for one in found:
+                self.release(owner, one.ticket)
+            raise
+        return found
+
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
         return self._lookups.refresh_turns(ticket, settle=settle)
 
@@ -292,6 +308,7 @@ class CacheState:
         self._leases.place_near(owner, numa_node)
 
     lookup = in_one_turn(lookup_turns)
+    spans = in_one_turn(spans_turns)
     refresh = in_one_turn(refresh_turns)
     claim = in_one_turn(claim_turns)
     prefetch = in_one_turn(prefetch_turns)

@@ -15,7 +15,7 @@ nothing behind.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.errors import KVHoldError, ProtocolError
+from kvhold.core.held_spans import HeldSpans
 from kvhold.core.holdings import ABSENT as ABSENT
 from kvhold.core.holdings import Holding, Lease, Reservation
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
@@ -351,6 +352,21 @@ class Cache(Protocol):
         uses:        which chunks count as used
         intent:      see `Hit.waits` and `Hit.take_announcement`
         wait_s:      for lower tiers. None: as configured. 0: the hit may be arriving
+        """
+
+    def spans(
+        self,
+        queries: Sequence[Query],
+        *,
+        wait_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> HeldSpans:
+        """Pin the longest held beginning of each span. One round trip, whatever their number.
+
+        queries: of `Namespace.of_spans`
+        wait_s:  as in `lookup`, for all spans together
+
+        Raises ConfigError (NodeError from a node) for over 256 spans, or of another namespace.
         """
 
     def report_timing(

@@ -38,6 +38,7 @@ _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
 _LOSS_BIT = 1  # of the digest's last byte
+_SPANS = "spans-1"  # `Namespace.hashing`
 TENANT = "tenant"  # the tag that names the KV's owner
 _MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"  # tags
 
@@ -159,7 +160,7 @@ class Namespace:
         ]
         digest = bytearray(blake2b(canonical(parts), digest_size=NAMESPACE_BYTES).digest())
         digest[-1] &= ~_LOSS_BIT
-        if any(name in (_MAX_ERROR, _MAX_BITS) for name, _ in self.tags):
+        if self.is_of_spans or any(name in (_MAX_ERROR, _MAX_BITS) for name, _ in self.tags):
             digest[-1] |= _LOSS_BIT
         return bytes(digest)
 
@@ -193,6 +194,15 @@ class Namespace:
     @property
     def tenant(self) -> str:
         return dict(self.tags).get(TENANT, "")
+
+    @property
+    def is_of_spans(self) -> bool:
+        return self.hashing == _SPANS
+
+    @cached_property
+    def of_spans(self) -> "Namespace":
+        """Of this model's spans: approximate, and never found by a prompt's lookup."""
+        return replace(self, hashing=_SPANS)
 
     def narrowed(
         self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()

@@ -26,7 +26,7 @@ from kvhold.core.router_events import ChunkDescription
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TTL_S, StoreOptions
 from kvhold.core.tracing import TraceContext
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -132,6 +132,18 @@ class LookupAnswer(Message, frozen=True):
             self.waits,
             self.announcement,
         )
+
+
+class LookupSpans(Message, frozen=True):
+    """-> SpansAnswer"""
+
+    queries: list[Query]
+
+
+class SpansAnswer(Message, frozen=True):
+    """One for each query, each with a ticket of its own."""
+
+    spans: list[LookupAnswer]
 
 
 class Refresh(Message, frozen=True):
@@ -519,6 +531,7 @@ class Refused(Message, frozen=True):
 Request = Union[  # noqa: UP007 - msgspec reads the union
     Register,
     Lookup,
+    LookupSpans,
     Refresh,
     Timing,
     Explain,
@@ -556,6 +569,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
 ]
 Answer = Union[  # noqa: UP007
     LookupAnswer,
+    SpansAnswer,
     Explained,
     Named,
     Retained,

@@ -34,6 +34,7 @@ from kvhold.core.errors import (
     NodeRefused,
     ProtocolError,
 )
+from kvhold.core.held_spans import HeldSpans
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
@@ -153,25 +154,31 @@ class NodeClient(DescribesChunks, OperatorCalls):
         """
         link = self._current("lookup")
         request = m.Lookup(query, cost, have_tokens, uses, intent, trace)
-        found = self._call(request, m.LookupAnswer, deadline_s, link)
-
-        def poll(ticket: int, settle: bool, growth: bool) -> Found:
-            again = m.Refresh(ticket, settle, growth)
-            return self._call(again, m.LookupAnswer, deadline_s, link).found()
-
-        number = found.ticket or found.announcement
-        hit = Hit(
-            found.found(),
-            lambda: self._let_go(link, number),
-            poll=poll,
-            pause=link.pause,
-            give_back_hit=lambda: self._let_go(link, number, keep_announcement=True),
-        )
+        hit = self._hit(self._call(request, m.LookupAnswer, deadline_s, link), link, deadline_s)
         if hit.arriving and wait_s != 0:
             wait_s = self._config.arrival_timeout_s if wait_s is None else wait_s
             with on_error(hit.close):
                 hit.wait(time.monotonic() + wait_s)
         return hit
+
+    def spans(
+        self,
+        queries: Sequence[Query],
+        *,
+        wait_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> HeldSpans:
+        """See `Cache`. deadline_s: per request"""
+        link = self._current("spans")
+        found = self._call(m.LookupSpans(list(queries)), m.SpansAnswer, deadline_s, link).spans
+        spans = HeldSpans([self._hit(one, link, deadline_s) for one in found])
+        if len(found) != len(queries):
+            raise self._misunderstood(m.SpansAnswer(found), link)
+        if spans.arriving and wait_s != 0:
+            wait_s = self._config.arrival_timeout_s if wait_s is None else wait_s
+            with on_error(spans.close):
+                spans.wait(time.monotonic() + wait_s)
+        return spans
 
     def report_timing(
         self,
@@ -361,6 +368,20 @@ class NodeClient(DescribesChunks, OperatorCalls):
         if not isinstance(answer, expected):
             raise self._misunderstood(answer, link)
         return answer
+
+    def _hit(self, answer: m.LookupAnswer, link: Link, deadline_s: float | None) -> Hit:
+        def poll(ticket: int, settle: bool, growth: bool) -> Found:
+            again = m.Refresh(ticket, settle, growth)
+            return self._call(again, m.LookupAnswer, deadline_s, link).found()
+
+        number = answer.ticket or answer.announcement
+        return Hit(
+            answer.found(),
+            lambda: self._let_go(link, number),
+            poll=poll,
+            pause=link.pause,
+            give_back_hit=lambda: self._let_go(link, number, keep_announcement=True),
+        )
 
     def _request(
         self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False

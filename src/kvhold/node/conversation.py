@@ -13,7 +13,7 @@ from kvhold.net import messages as m
 from kvhold.net.wire import Bytes, Decoder, Splitter, encode, split_number
 
 _UNASKED = 0
-_GRANTING = (m.Lookup, m.Claim, m.Reserve, m.Reencode)
+_GRANTING = (m.Lookup, m.LookupSpans, m.Claim, m.Reserve, m.Reencode)
 
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 
@@ -146,8 +146,7 @@ class Conversation:
         return now_s - max(oldest_s, self.last_heard_s)
 
     def _return(self, answer: m.Answer, now_s: float) -> None:
-        request = _return_of(answer)
-        if request is not None:
+        for request in _returns_of(answer):
             call = self.prepare(request, keep=True)
             self.begin(call, now_s)
             self.give_up(call)
@@ -158,15 +157,17 @@ def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
     return type(error)(*error.args)
 
 
-def _return_of(answer: m.Answer) -> m.Message | None:
+def _returns_of(answer: m.Answer) -> list[m.Message]:
     match answer:
         case m.LookupAnswer() if answer.ticket or answer.announcement:
-            return m.Release(answer.ticket or answer.announcement)
+            return [m.Release(answer.ticket or answer.announcement)]
+        case m.SpansAnswer():
+            return [m.Release(span.ticket) for span in answer.spans if span.ticket]
         case m.Leased():
-            return m.Release(answer.lease)
+            return [m.Release(answer.lease)]
         case m.Granted() if answer.reservation:
-            return m.Abandon(answer.reservation)
+            return [m.Abandon(answer.reservation)]
         case m.ReencodeStatus():
-            return m.Release(answer.number)
+            return [m.Release(answer.number)]
         case _:
-            return None
+            return []

@@ -101,6 +101,7 @@ class Session:
         self._verbs: dict[type, Callable[[Any], m.Answer | Running[m.Answer]]] = {
             m.Register: self._register,
             m.Lookup: self._lookup,
+            m.LookupSpans: self._lookup_spans,
             m.Refresh: self._refresh,
             m.Timing: self._report_timing,
             m.Explain: self._explain,
@@ -205,6 +206,12 @@ class Session:
             trace=request.trace,
         )
         return self._in_turns(turns, self._found)
+
+    def _lookup_spans(self, request: m.LookupSpans) -> m.Answer | Running[m.Answer]:
+        return self._in_turns(
+            self._state.spans_turns(self, request.queries),
+            lambda spans: m.SpansAnswer([self._found(span) for span in spans]),
+        )
 
     def _refresh(self, request: m.Refresh) -> m.Answer | Running[m.Answer]:
         turns = self._state.refresh_turns(request.ticket, settle=request.settle)

@@ -10,6 +10,7 @@ pytest.register_assert_rewrite(
     "kvhold.testing.cache",
     "kvhold.testing.cache_contract",
     "kvhold.testing.cache_lookups",
+    "kvhold.testing.cache_spans",
     "kvhold.testing.cache_stores",
     "kvhold.testing.codec",
     "kvhold.testing.policy",

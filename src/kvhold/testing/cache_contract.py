@@ -37,10 +37,11 @@ from kvhold.testing.cache import (
     store,
 )
 from kvhold.testing.cache_lookups import CacheLookups
+from kvhold.testing.cache_spans import CacheSpans
 from kvhold.testing.cache_stores import CacheStores
 
 
-class CacheContract(CacheLookups, CacheStores):
+class CacheContract(CacheLookups, CacheSpans, CacheStores):
     """Override the fixture `make_cache`."""
 
     def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(

@@ -1,0 +1,1 @@
+"""Reuse of text that is not a prefix."""
