@@ -102,7 +102,9 @@ def namespace_digest(space: dict[str, Any], fingerprint: bytes) -> bytes:
     digest = blake2b(
         encode(["kvhold-namespace-3", fields, tags, fingerprint, facts_digest]), digest_size=16
     ).digest()
-    allows_loss = any(name in ("kvhold.max_error", "kvhold.max_bits") for name, _ in tags)
+    allows_loss = space["hashing"] == "spans-1" or any(
+        name in ("kvhold.max_error", "kvhold.max_bits") for name, _ in tags
+    )
     return digest[:15] + bytes([digest[15] // 2 * 2 + allows_loss])
 
 

@@ -138,6 +138,13 @@ INPUTS: list[dict[str, Any]] = [
         "extras": {},
     },
     {
+        "says": "a span, which is approximate",
+        "layout": DENSE,
+        "namespace": PLAIN | {"hashing": "spans-1"},
+        "tokens": [1, 2, 3, 4, 5],
+        "extras": {},
+    },
+    {
         "says": "facts, in any order",
         "layout": DENSE,
         "namespace": PLAIN | {"facts": FACTS},

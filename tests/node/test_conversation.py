@@ -17,6 +17,10 @@ from kvhold.node.conversation import Call, Conversation
 LOOKUP = m.Lookup(Query(bytes(32), bytes(16), 1, b""))
 GRANTING = {
     LOOKUP: (m.LookupAnswer(7, 64), m.Release(7)),
+    m.LookupSpans((LOOKUP.query, LOOKUP.query)): (
+        m.SpansAnswer([m.LookupAnswer(0, 0), m.LookupAnswer(11, 64)]),
+        m.Release(11),
+    ),
     m.Claim(7, 0, 0): (m.Leased(8, [], [], []), m.Release(8)),
     m.Reserve(bytes(16), ChunkNames(bytes(32), b""), 0): (m.Granted(9, []), m.Abandon(9)),
     m.Reencode("disk", "raw"): (m.ReencodeStatus(10, ReencodeProgress()), m.Release(10)),

@@ -137,7 +137,7 @@ class LookupAnswer(Message, frozen=True):
 class LookupSpans(Message, frozen=True):
     """-> SpansAnswer"""
 
-    queries: list[Query]
+    queries: tuple[Query, ...]
 
 
 class SpansAnswer(Message, frozen=True):

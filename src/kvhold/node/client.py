@@ -170,7 +170,7 @@ class NodeClient(DescribesChunks, OperatorCalls):
     ) -> HeldSpans:
         """See `Cache`. deadline_s: per request"""
         link = self._current("spans")
-        found = self._call(m.LookupSpans(list(queries)), m.SpansAnswer, deadline_s, link).spans
+        found = self._call(m.LookupSpans(tuple(queries)), m.SpansAnswer, deadline_s, link).spans
         spans = HeldSpans([self._hit(one, link, deadline_s) for one in found])
         if len(found) != len(queries):
             raise self._misunderstood(m.SpansAnswer(found), link)

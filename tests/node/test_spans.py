@@ -1,0 +1,63 @@
+"""Spans of a real node: one round trip, and nothing stays held."""
+
+from typing import Any
+
+import pytest
+
+from kvhold.core.errors import DeadlineExceeded
+from kvhold.net import messages as m
+from kvhold.node import NodeClient
+from kvhold.testing.cache import a_prompt, check, store
+from tests.node.nodes import NOTHING, SPACE, RunningNode, eventually, held_by
+
+SPANS = [a_prompt(SPACE.of_spans, 24 + number, seed=number) for number in range(20)]
+QUERIES = [span.query() for span in SPANS]
+
+
+@pytest.fixture
+def client(node: RunningNode) -> NodeClient:
+    client = node.client()
+    client.register(SPACE.of_spans)
+    for span in SPANS:
+        store(client, span)
+    return client
+
+
+def test_all_spans_are_asked_for_in_one_round_trip_and_claimed_by_any_process(
+    node: RunningNode, client: NodeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, link = node.client(), client._link
+    assert link is not None
+    calls, call = list[m.Message](), link.call
+
+    def counted(request: m.Message, *args: Any, **kwargs: Any) -> m.Answer:
+        calls.append(request)
+        return call(request, *args, **kwargs)
+
+    monkeypatch.setattr(link, "call", counted)
+    with client.spans(QUERIES) as held:
+        assert [type(request) for request in calls] == [m.LookupSpans]
+        assert [span.num_tokens for span in held] == list(range(43, 23, -1))
+        for span in held:
+            lease = worker.claim(span.hit.ticket)
+            assert lease is not None
+            with lease:
+                check(lease, SPANS[span.number], span.num_tokens)
+    assert held_by(worker) == NOTHING
+
+
+def test_spans_of_a_late_answer_are_given_back(node: RunningNode, client: NodeClient) -> None:
+    with node.stopped(), pytest.raises(DeadlineExceeded):
+        client.spans(QUERIES, deadline_s=0.05)
+    eventually(lambda: held_by(client) == NOTHING)
+    with client.spans(QUERIES) as held:
+        assert len(held) == 20
+
+
+def test_spans_end_with_their_connection(node: RunningNode, client: NodeClient) -> None:
+    other = node.client()
+    held = client.spans(QUERIES)
+    assert held_by(other)["tickets"] == 20
+    client.close()
+    eventually(lambda: held_by(other) == NOTHING)
+    held.close()
