@@ -1,5 +1,7 @@
 """Lookups of several spans are done in steps, and hold all or nothing."""
 
+from itertools import count
+
 import pytest
 
 from kvhold.cache.chores import Running
@@ -25,23 +27,21 @@ def test_spans_that_are_given_up_half_way_leave_nothing_held(state: CacheState) 
     spans = [prompt_of(40, SPACES[0].of_spans) for _ in range(12)]
     for span in spans:
         store(state, span)
-    is_done, steps = False, 0
-    while not is_done:
-        steps += 1
+    for steps in count(1):
         running = Running(state.spans_turns("reader", [span.query() for span in spans]))
-        for _ in range(steps):
-            is_done = running.step(1)
-            if is_done:
-                break
+        is_done = any(running.step(1) for _ in range(steps))
         running.close()
-        held = state.holdings()["tickets"]
-        assert held == (12 if is_done else 0)
+        assert state.holdings()["tickets"] == (12 if is_done else 0)
         if is_done:
             assert [found.num_tokens for found in running.result] == [80] * 12
+            break
         state.release_owner("reader")
         finish_chores(state)
         assert state.ram.num_pinned == 0
     assert steps > 10
+    state.release_owner("reader")
+    finish_chores(state)
+    assert state.ram.num_pinned == 0
 
 
 def test_a_lookup_of_spans_is_bounded(state: CacheState) -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,5 +54,6 @@ class HeldSpans(Holding):
         return sorted(held, key=lambda span: -span.num_tokens)
 
     def _close_all(self) -> None:
-        for hit in self._hits:
-            hit.close()
+        with ExitStack() as hits:  # one failure leaves none open
+            for hit in self._hits:
+                hits.callback(hit.close)

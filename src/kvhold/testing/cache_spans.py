@@ -84,13 +84,13 @@ class CacheSpans(CacheFixtures):
         self.settle(cache)
         with cache.spans([span.query() for span in spans]) as held:
             flood(cache, space)
-            for span in held:
-                lease = cache.claim(span.hit.ticket)
+            for one in held:
+                lease = cache.claim(one.hit.ticket)
                 assert lease is not None
                 with lease:
-                    check(lease, spans[span.number], spans[span.number].num_tokens)
+                    check(lease, spans[one.number], spans[one.number].num_tokens)
             assert cache.status()["held"]["tickets"] == 3
-            tickets = [span.hit.ticket for span in held]
+            tickets = [one.hit.ticket for one in held]
         assert cache.status()["held"]["tickets"] == 0
         assert [cache.claim(ticket) for ticket in tickets] == [None] * 3
 

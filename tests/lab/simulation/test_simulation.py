@@ -116,6 +116,7 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         "memory-back-at-the-hang-up",
         "clear-from-elsewhere-leaves-memory",
         "handover-has-no-deadline",
+        "span-has-the-name-of-a-prompt",
     ],
 )
 def test_finds_a_mutation(name: str) -> None:

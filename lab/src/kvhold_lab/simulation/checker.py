@@ -14,6 +14,7 @@ from kvhold.cache.state import CacheState
 from kvhold.codecs.frame import checksum
 from kvhold.core.checksums import unpack
 from kvhold.core.holdings import ABSENT
+from kvhold.core.keys import NAME_BYTES
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
 from kvhold_lab.simulation.clears import OneHost, Promise, SimOrigin
@@ -52,6 +53,8 @@ class Checker:
         self._state: CacheState | None = None
         self._places: dict[tuple[str, int], dict[int, MemoryPlace]] = {}
         self._lookups: dict[int, tuple[int, float]] = {}
+        self._span_tickets: set[int] = set()
+        self.span_names: set[bytes] = set()
         self._stored = self.promise.stored
         self._asked_s: dict[int, float] = {}
         self._granted: dict[int, int] = {}
@@ -91,6 +94,7 @@ class Checker:
         """clears_done: no clear was in progress"""
         self._places.clear()
         self._lookups.clear()
+        self._span_tickets.clear()
         self._granted.clear()
         self.promise.node_died(clears_done=clears_done)
 
@@ -124,7 +128,7 @@ class Checker:
 
     def asked(self, request: m.Request) -> tuple[int, float]:
         number = self._world.number()
-        if isinstance(request, m.Lookup):
+        if isinstance(request, m.Lookup | m.LookupSpans):
             self._asked_s[number] = self._world.now
         elif isinstance(request, m.Clear):
             self.promise.asked_to_clear(request.namespace or b"", number)
@@ -138,6 +142,10 @@ class Checker:
         match request, answer:
             case m.Lookup(), m.LookupAnswer() if answer.ticket:
                 self._lookups[answer.ticket] = asked
+            case m.LookupSpans(), m.SpansAnswer():
+                tickets = {span.ticket for span in answer.spans if span.ticket}
+                self._lookups |= dict.fromkeys(tickets, asked)
+                self._span_tickets |= tickets
             case m.Reserve(), m.Granted() if answer.reservation:
                 self._granted[answer.reservation] = self._world.number()
                 self._note_places("reservation", answer.reservation, answer.offsets)
@@ -201,6 +209,8 @@ class Checker:
         held = self._state._leases._holdings.get(owner)
         for entry in held.leases.get(lease, ()) if held is not None else ():
             self._check_leased(entry, asked, min(asked_wall, self._world.wall()))
+            if ticket not in self._span_tickets and entry.key[:NAME_BYTES] in self.span_names:
+                self._world.find(f"{entry.key.hex()[-16:]} is a span's, and a prompt found it")
 
     def _check_leased(self, entry: Entry, asked: int, wall: float) -> None:
         name = entry.key.hex()[-16:]

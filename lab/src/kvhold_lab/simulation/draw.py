@@ -16,6 +16,7 @@ _LEARNED = 0.2  # the share of seeds
 _COMPUTING = 0.25  # the same
 _HANDOVERS = 0.2  # of seeds with one host
 _PROMPT_CLEARS = 0.3  # the same
+_SPANS = 0.25  # the same
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -51,6 +52,7 @@ class Draw:
     computing: bool
     handovers: bool
     prompt_clears: bool
+    spans: bool
 
 
 def draw(random: Random, *, seed: int) -> Draw:
@@ -82,6 +84,7 @@ def draw(random: Random, *, seed: int) -> Draw:
         computing=Random(f"computing {seed}").random() < _COMPUTING,
         handovers=Random(f"handovers {seed}").random() < _HANDOVERS,
         prompt_clears=Random(f"prompt clears {seed}").random() < _PROMPT_CLEARS,
+        spans=Random(f"spans {seed}").random() < _SPANS,
     )
 
 

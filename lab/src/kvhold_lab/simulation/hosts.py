@@ -338,6 +338,7 @@ def draw_small(random: Random, *, seed: int) -> Draw:
         spaces=spaces,
         handovers=False,
         prompt_clears=False,
+        spans=False,
         trouble=random.choice((0.0, 0.3, 1.0, 2.0)),
         prompts=tuple(space.prompt(text) for space in spaces for text in texts),
         pressure_s=random.choice((0.0, 0.2, 0.2, 0.5)),

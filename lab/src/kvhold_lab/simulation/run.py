@@ -28,6 +28,7 @@ from kvhold_lab.simulation.handovers import HandoverPromises, SimHandovers
 from kvhold_lab.simulation.interruption import Interruption
 from kvhold_lab.simulation.listening import SimOs
 from kvhold_lab.simulation.node import SimNode
+from kvhold_lab.simulation.spans import SimSpans
 from kvhold_lab.simulation.store import SimTierStore
 from kvhold_lab.simulation.world import World
 
@@ -154,7 +155,7 @@ class Simulation:
         chores._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
         self.checker = checker if checker is not None else Checker(world)
-        self.handovers = SimHandovers(world)
+        self.handovers, self.spans = SimHandovers(world), SimSpans(world)
         if self.draw.handovers:
             self.checker.handovers = HandoverPromises(world)
         self.stores: list[Any] = [
@@ -249,6 +250,9 @@ class Simulation:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.draw.handovers and random.random() < 0.3:
             await self.handovers.operate(client, prompt)
+            return
+        if self.draw.spans and random.random() < 0.3:
+            await self.spans.operate(client, prompt)
             return
         if self.draw.prompt_clears and random.random() < 0.15:
             await client.clear_prompt(prompt, only_end=random.random() < 0.2)
