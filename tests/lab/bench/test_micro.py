@@ -47,6 +47,12 @@ NAMES = {
         for checked in ("", " with checksums")
         for threads in ("1 thread", "2 threads")
     },
+    "rope": {
+        f"turn keys, {layout}, {dtype}{place}"
+        for layout in ("half", "interleaved")
+        for dtype in ("bfloat16", "float16", "float32")
+        for place in ("", ", in place")
+    },
     "memory": {
         f"{verb}, {checked}"
         for verb in ("store", "retrieve")
@@ -75,6 +81,7 @@ TINY = {
     "frames.GROUP": Group(layers=2, planes=2, heads=1, head_dim=8, dtype="bfloat16"),
     "frames.NUM_CHUNKS": 1,
     "gather.NUM_CHUNKS": 1,
+    "rope.TOKENS": 3,
     "memory.NUM_CHUNKS": 1,
     "wire.CALLS": 2,
     "wire.LARGE_CALLS": 1,

@@ -30,7 +30,10 @@ from kvhold_lab.options import (
 )
 from kvhold_lab.simulate.fleet_command import command as fleet
 
-_PARTS = ("hashing", "index", "policies", "lookup", "frames", "gather", "memory", "wire", "startup")
+_PARTS = (
+    *("hashing", "index", "policies", "lookup", "frames"),
+    *("gather", "rope", "memory", "wire", "startup"),
+)
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 
@@ -54,7 +57,9 @@ def command(context: click.Context) -> None:
 )
 @json_option()
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Measure hashing, index, policies, lookup, frames, copies, memory, wire and start-up."""
+    """Measure hashing, index, policies, lookup, frames, copies, rotary keys, memory, wire and
+    start-up.
+    """
     from kvhold_lab.bench.profiles import Profiles
 
     _check_names(only, _PARTS)
