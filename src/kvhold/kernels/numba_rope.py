@@ -3,9 +3,11 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
+from numba.extending import intrinsic
 from numpy.lib.stride_tricks import as_strided
 
 from kvhold.kernels.numba_compile import compiled, readonly
+from kvhold.kernels.numba_copy import LINE, prefetch
 from kvhold.kernels.numba_floats import (
     BFLOAT16,
     FLOAT16,
@@ -81,6 +83,16 @@ def _flat(part: Any) -> Any:
 # unsigned indices cannot be negative, so the loops vectorise
 _U = np.uint64
 _HALF_BITS = np.uint32(16)
+_LEAD_BYTES = 4096
+
+
+@intrinsic
+def _prefetch(_: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
 
 
 @njit(inline="always")
@@ -114,6 +126,15 @@ def _write(values: Any, count: int, kind: int, into: Any, at: Any) -> None:
 
 
 @njit(inline="always")
+def _fetch_ahead(source: Any, at: Any, half: int, kind: int) -> None:
+    """Twice the rate of reading what is not cached."""
+    item = 4 if kind == FLOAT32 else 2
+    begin = source.ctypes.data + item * np.int64(at) + _LEAD_BYTES
+    for line in range(0, 2 * half * item, LINE):
+        _prefetch(begin + line)
+
+
+@njit(inline="always")
 def _turn_halves(
     source: Any,
     source_token: int,
@@ -133,6 +154,7 @@ def _turn_halves(
         for head in range(heads):
             at = _U(token * source_token + head * source_head)
             to = _U(token * into_token + head * into_head)
+            _fetch_ahead(source, at, half, kind)
             for i in range(half):
                 x = _value(source, at + _U(i), kind)
                 y = _value(source, at + _U(half) + _U(i), kind)
@@ -163,6 +185,7 @@ def _turn_pairs(
         for head in range(heads):
             at = _U(token * source_token + head * source_head)
             to = _U(token * into_token + head * into_head)
+            _fetch_ahead(source, at, half, kind)
             for i in range(half):
                 x = _value(source, at + _U(2 * i), kind)
                 y = _value(source, at + _U(2 * i + 1), kind)
