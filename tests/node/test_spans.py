@@ -8,7 +8,10 @@ from kvhold.core.errors import DeadlineExceeded
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, check, store
-from tests.node.nodes import NOTHING, SPACE, RunningNode, eventually, held_by
+from tests.node.fleets import Fleet, fleet, joined, peers, port_of
+from tests.node.nodes import NOTHING, PATIENT_S, SPACE, RunningNode, eventually, held_by
+
+__all__ = ["fleet"]
 
 SPANS = [a_prompt(SPACE.of_spans, 24 + number, seed=number) for number in range(20)]
 QUERIES = [span.query() for span in SPANS]
@@ -61,3 +64,27 @@ def test_spans_end_with_their_connection(node: RunningNode, client: NodeClient) 
     client.close()
     eventually(lambda: held_by(other) == NOTHING)
     held.close()
+
+
+def test_spans_come_from_another_node(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0)
+    second = fleet.start("b", peers(port_of(first)))
+    writer, reader = (joined(node, SPACE.of_spans) for node in (first, second))
+    for span in SPANS[:3]:
+        store(writer, span)
+
+    def found() -> bool:
+        with reader.spans(QUERIES[:4], wait_s=PATIENT_S) as held:
+            if len(held) < 3:
+                return False  # its events have not come yet
+            for span in held:
+                lease = reader.claim(span.hit.ticket)
+                assert lease is not None
+                with lease:
+                    check(lease, SPANS[span.number], SPANS[span.number].num_tokens)
+            return True
+
+    eventually(found)
+    eventually(lambda: held_by(reader) == NOTHING)
+    counters = writer.status()["served_peers"]["counters"]
+    assert counters["kvhold_peer_served_chunks{peer=127.0.0.1,result=sent}"] == 6
