@@ -1,11 +1,10 @@
-"""Blocks of tokens that recur at any offset, without marks.
+"""Blocks (one chunk of tokens each) that recur at any offset, without marks.
 
     for block in blocks(prompt, span):       # each stored as a prompt
         fingerprints.add(block)
-    spans = fingerprints.find(prompt)        # then ask `cache.spans`
+    spans = fingerprints.find(prompt)        # for `cache.spans`
 
-A block is one chunk of tokens, named by them alone (`Namespace.of_spans`). Only blocks that this
-process has added are found.
+Finds only what this process has added.
 """
 
 import threading
@@ -24,11 +23,11 @@ _Words: TypeAlias = npt.NDArray[np.uint64]
 _BASE = 0x9E37_79B9_7F4A_7C15  # odd, so it has an inverse
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _TABLE_BITS = 20
-_MORE_CHECKS = 16  # strong hashes beside two for each chunk of the prompt
+_MORE_CHECKS = 16
 
 
 def blocks(prompt: Prompt, span: Span) -> list[Prompt]:
-    """The whole chunks of a span, each a prompt of its own. Raises ValueError."""
+    """The whole chunks of a span, each a prompt. Raises ValueError."""
     size = prompt.namespace.layout.tokens_per_chunk
     return [
         span_prompt(prompt, Span(start, start + size))
@@ -37,14 +36,10 @@ def blocks(prompt: Prompt, span: Span) -> list[Prompt]:
 
 
 class Fingerprints:
-    """Any thread.
-
-    Memory: 2 MiB, and some 170 bytes for each block. `find` takes time in proportion to the
-    prompt: one pass by numpy, and at most two strong hashes for each chunk of it, and 16.
-    """
+    """Any thread. Memory: 2 MiB, and 170 bytes per block."""
 
     def __init__(self, max_blocks: int = 65_536) -> None:
-        """max_blocks: beyond it, the block unused for longest is forgotten"""
+        """max_blocks: the least recently used are dropped"""
         self._max_blocks = max_blocks
         self._hashes: OrderedDict[int, bytes] = OrderedDict()  # by fingerprint
         self._counts = np.zeros(1 << _TABLE_BITS, np.uint16)  # by some bits of it
@@ -54,7 +49,7 @@ class Fingerprints:
         return len(self._hashes)
 
     def add(self, block: Prompt) -> None:
-        """block: from `blocks`. Raises ValueError unless it is one chunk."""
+        """Raises ValueError unless it is one chunk."""
         size = block.namespace.layout.tokens_per_chunk
         if block.num_tokens != size:
             raise ValueError(f"a block has {block.num_tokens} tokens; it must have {size}")
@@ -70,7 +65,10 @@ class Fingerprints:
                 self._counts[_places(np.array([oldest], np.uint64))] -= 1
 
     def find(self, prompt: Prompt) -> tuple[Span, ...]:
-        """The known blocks in a prompt, from the left, without overlap; at most 256."""
+        """Known blocks, from the left, without overlap, at most 256.
+
+        Verified by at most 16 strong hashes, and two per chunk of the prompt.
+        """
         size, spans, end = prompt.namespace.layout.tokens_per_chunk, list[Span](), 0
         checks = 2 * (prompt.num_tokens // size) + _MORE_CHECKS
         found = _fingerprints(prompt, size)
@@ -99,7 +97,7 @@ def _hash_at(prompt: Prompt, start: int, size: int) -> bytes:
 
 
 def _fingerprints(prompt: Prompt, size: int) -> _Words:
-    """Of the chunk at each offset: a polynomial of its tokens, modulo 2**64."""
+    """At each offset: a polynomial of the chunk's tokens, modulo 2**64."""
     num_tokens = prompt.num_tokens
     if num_tokens < size:
         return np.empty(0, np.uint64)

@@ -1,10 +1,10 @@
-"""The spans of a prompt: runs of tokens that are reused wherever they stand.
+"""Spans: runs of a prompt's tokens that are reused wherever they stand.
 
     spans = split(tokens, separator)                     # or of_ranges([(0, 512)], len(tokens))
     with cache.spans([span_prompt(prompt, span).query() for span in spans]) as held: ...
 
-A span's KV is approximate: it is what it was in some other context. It is stored under a name of
-its own (`Namespace.of_spans`), with keys rotated as if the span began at position 0.
+Their KV is approximate: computed in another context. It is stored with keys rotated as if the span
+began at position 0.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `start` to before `end` of a prompt."""
+    """Tokens `start` to before `end`."""
 
     start: int
     end: int
@@ -38,10 +38,7 @@ class Span:
 
 
 def split(tokens: npt.ArrayLike, separator: npt.ArrayLike) -> tuple[Span, ...]:
-    """The runs before, between and after separators; none without a separator.
-
-    Raises ValueError: an empty separator, or too many spans.
-    """
+    """The runs between separators; none without a separator. Raises ValueError."""
     text, mark = as_tokens(tokens), as_tokens(separator)
     if not mark.size:
         raise ValueError("separator is empty; it must be one token or more")
@@ -61,7 +58,7 @@ def split(tokens: npt.ArrayLike, separator: npt.ArrayLike) -> tuple[Span, ...]:
 
 
 def of_ranges(ranges: Iterable[Any], num_tokens: int) -> tuple[Span, ...]:
-    """Pairs of first token and end, in any order. Raises ValueError that names the field."""
+    """From pairs [start, end] in any order. Raises ValueError that names the field."""
     if isinstance(ranges, str | bytes | Mapping) or not isinstance(ranges, Iterable):
         raise ValueError(f"spans is {ranges!r}; it must be a list of pairs [start, end]")
     found: list[tuple[Span, int]] = []
@@ -79,9 +76,9 @@ def of_ranges(ranges: Iterable[Any], num_tokens: int) -> tuple[Span, ...]:
 
 
 def span_prompt(prompt: Prompt, span: Span) -> Prompt:
-    """The span as a prompt of its own, in `Namespace.of_spans`.
+    """The span as a prompt, in `Namespace.of_spans`.
 
-    Raises ValueError: the prompt has extras, or an insert crosses the span's border.
+    Raises ValueError: the prompt has extras, or an insert crosses the border.
     """
     if prompt.extras:
         raise ValueError("the prompt has extras, which depend on its chunks; it has no spans")

@@ -361,12 +361,12 @@ class Cache(Protocol):
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> HeldSpans:
-        """Pin the longest held beginning of each span. One round trip, whatever their number.
+        """Pin the longest held beginning of each span, in one round trip.
 
-        queries: of `Namespace.of_spans`
-        wait_s:  as in `lookup`, for all spans together
+        queries: in `Namespace.of_spans`
+        wait_s:  as in `lookup`, for all together
 
-        Raises ConfigError (NodeError from a node) for over 256 spans, or of another namespace.
+        Raises ConfigError (NodeError from a node) for over 256 spans, or exact namespaces.
         """
 
     def report_timing(

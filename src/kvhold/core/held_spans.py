@@ -18,12 +18,12 @@ class HeldSpan:
 
     @property
     def num_tokens(self) -> int:
-        """Held, from the span's start."""
+        """From the span's start."""
         return self.hit.num_tokens
 
 
 class HeldSpans(Holding):
-    """The held spans of a prompt, the longest first. Each has a ticket, valid until this closes."""
+    """Held spans, longest first. Each has a ticket, valid until this closes."""
 
     def __init__(self, hits: "Sequence[Hit]") -> None:
         super().__init__(self._close_all)
@@ -45,7 +45,7 @@ class HeldSpans(Holding):
             hit.settle()
 
     def wait(self, until_s: float) -> None:
-        """Settle when all spans are complete, or the monotonic clock reads `until_s`."""
+        """As `Hit.wait`, for all."""
         for hit in self._hits:
             hit.wait(until_s)
 

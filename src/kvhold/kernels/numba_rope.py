@@ -68,7 +68,7 @@ def _bits(keys: Any) -> Any:
 
 
 def _flat(part: Any) -> Any:
-    """The elements from the first to the last, [n]; None: in another order."""
+    """From the first element to the last, [n]; None: in another order."""
     size = part.itemsize
     if part.strides[-1] != size or any(stride < 0 or stride % size for stride in part.strides):
         return None
@@ -127,7 +127,7 @@ def _write(values: Any, count: int, kind: int, into: Any, at: Any) -> None:
 
 @njit(inline="always")
 def _fetch_ahead(source: Any, at: Any, half: int, kind: int) -> None:
-    """Twice the rate of reading what is not cached."""
+    """Twice as fast, if not cached."""
     item = 4 if kind == FLOAT32 else 2
     begin = source.ctypes.data + item * np.int64(at) + _LEAD_BYTES
     for line in range(0, 2 * half * item, LINE):

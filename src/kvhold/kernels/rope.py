@@ -58,9 +58,8 @@ class Rope:
     ) -> "Rope":
         """Read a Hugging Face config. Raises ConfigError that names the field.
 
-        layout:     of stored keys; None: as transformers stores those of `model_type`. MLA: of the
-                    latent row, as engines store it
-        layer_type: for settings by type of layer
+        layout:     None: as transformers stores keys of `model_type`. MLA: of the latent row
+        layer_type: for settings by type
         """
         from kvhold.kernels.rope_config import rope_of
 
@@ -87,7 +86,7 @@ def rotate(
     out: Any = None,
     worker: Worker | None = None,
 ) -> Any:
-    """Return keys at new positions, computed in float32.
+    """Return keys turned to new positions, in float32 arithmetic.
 
     keys:          [..., tokens, heads, head_dim], numpy or torch: float32, float16 or bfloat16
                    (numpy: uint16)

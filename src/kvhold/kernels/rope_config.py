@@ -1,4 +1,4 @@
-"""Rotary settings in Hugging Face configs, of today and of transformers 4."""
+"""Rotary settings in Hugging Face configs, also of transformers 4."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings, and the turns between positions. numpy only."""
+"""Frequencies of rotary embeddings."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,10 +14,7 @@ ScalingKind: TypeAlias = Literal["none", "linear", "dynamic", "yarn", "llama3"]
 
 @dataclass(frozen=True)
 class Scaling:
-    """max_length: tokens, of the trained context; "dynamic" stretches longer sequences
-    beta_fast to truncate: "yarn"
-    low_freq to high_freq: "llama3"
-    """
+    """max_length: of the trained context, in tokens"""
 
     kind: ScalingKind = "none"
     factor: float = 1.0
@@ -34,10 +31,7 @@ NO_SCALING = Scaling()
 
 @lru_cache(maxsize=16)
 def frequencies(rotary_dim: int, theta: float, scaling: Scaling, length: int) -> Floats:
-    """Radians per position, [rotary_dim // 2], as in transformers.
-
-    length: tokens of the sequence; for "dynamic"
-    """
+    """Radians per position, [rotary_dim // 2]. length: of the sequence, for "dynamic" """
     if not rotary_dim:
         return np.empty(0, np.float32)
     factor, base = scaling.factor, theta
@@ -94,7 +88,7 @@ class Turns:
         old_frequencies: Floats,
         new_frequencies: Floats,
     ) -> "Turns":
-        """Engines round a position's angle to float32; so do these."""
+        """Angles are rounded to float32, as in engines."""
         angles = _angles(new, new_frequencies) - _angles(old, old_frequencies)
         return cls(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
 

@@ -1,7 +1,4 @@
-"""Keys turned to new positions, beside memcpy; one thread.
-
-32 layers at once. Each call computes its angles, too.
-"""
+"""Keys turned to new positions, angles included, beside memcpy; one thread."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +51,7 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 
 def _elements(dtype: str) -> npt.NDArray[Any]:
-    """Of the size of keys: arithmetic on the smallest floats is slow."""
+    """No subnormal numbers, which are slow."""
     values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
     if dtype == "bfloat16":
         return (values.view(np.uint32) >> 16).astype(np.uint16)
