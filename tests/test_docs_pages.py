@@ -22,7 +22,7 @@ IN_API = re.compile(r"^::: (\S+)$", re.MULTILINE)
 PATH = re.compile(r"(?<![\w/.-])(?:src|tests|docs|tools|examples|lab|benchmarks)/[\w./*-]*[\w/]")
 MODULE = re.compile(r"`([\w/]+(?:\.py|/))`")
 # The history and the decisions may name what was tried, or what other systems have.
-NOT_BUILT = re.compile(r"\b(exporter|blend(?:ing|s|ed)?|coordinator|kvhold\.control)\b")
+NOT_BUILT = re.compile(r"\b(exporter|coordinator|kvhold\.control)\b")
 CLUSTER = re.compile(r"\bclusters?\b", re.IGNORECASE)
 
 
