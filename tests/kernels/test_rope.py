@@ -114,11 +114,11 @@ def test_turned_keys_are_those_computed_at_the_new_positions(
 def all_workers(keys: torch.Tensor, rope: Rope, interpreted: ModuleType) -> list[torch.Tensor]:
     tokens = keys.shape[-3]
     old, new = np.arange(tokens) * 7 + 3, np.arange(tokens)[::-1] * 100
-    turns = dispatcher.turns(rope, old, new)
+    rotations = dispatcher.rotations(rope, old, new)
     by_triton = torch.empty_like(keys)
-    interpreted.rotate(keys, turns, rope, by_triton)
+    interpreted.rotate(keys, rotations, rope, by_triton)
     in_place = keys.clone()
-    interpreted.rotate(in_place, turns, rope, in_place)
+    interpreted.rotate(in_place, rotations, rope, in_place)
     found = [by_triton, in_place]
     for worker in WORKERS:
         found.append(rotate(keys, old, new, rope, worker=worker))

@@ -21,7 +21,7 @@ from kvhold.net import login
 from kvhold.net import span as s
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node import NodeClient
-from kvhold.node.span import OtherHosts, OwnHost, Relay, RelayPlace, Span, SpanHit
+from kvhold.node.span import HostSpan, OtherHosts, OwnHost, Relay, RelayPlace, SpanHit
 from kvhold.testing.cache import HYBRID, LAYOUTS, a_prompt, check, registered, store
 from tests.node.nodes import NOTHING, PATIENT, PATIENT_S, RunningNode, eventually
 
@@ -64,7 +64,7 @@ class TwoHosts:
         made.callback(self.relay.close)
         self.others = self.connect()
         made.callback(lambda: self.others.close())
-        self.span = Span([OwnHost(self.here.client, (0,)), *self.others.hosts])
+        self.span = HostSpan([OwnHost(self.here.client, (0,)), *self.others.hosts])
 
     def connect(self, **changes: Any) -> OtherHosts:
         place: dict[str, Any] = {
@@ -197,7 +197,7 @@ def test_a_relay_that_does_not_answer_costs_one_deadline_and_then_nothing(hosts:
                 _read(connection)
                 connection.sendall(encode(s.RelayWelcome(s.SPAN_VERSION, "0")))
                 assert others.wait_until_tried(PATIENT_S) == []
-                span = Span([OwnHost(hosts.here.client, (0,)), *others.hosts])
+                span = HostSpan([OwnHost(hosts.here.client, (0,)), *others.hosts])
                 for deadline_s in (0.2, PATIENT_S):
                     began_s = time.monotonic()
                     assert span.lookup(prompt, deadline_s=deadline_s).reason == "host_away"

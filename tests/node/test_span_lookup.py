@@ -8,7 +8,7 @@ import pytest
 from kvhold.core.errors import NodeLost
 from kvhold.core.keys import HASH_BYTES, Namespace, Query
 from kvhold.net import span as s
-from kvhold.node.span import Span
+from kvhold.node.span import HostSpan
 from kvhold.node.span.hosts import Host
 from kvhold.testing.cache import HYBRID, a_prompt
 
@@ -61,7 +61,7 @@ LOST = s.LookedUp(lost="away")
 
 
 def looked_up(*hosts: Said) -> Any:
-    return Span(cast(tuple[Host, ...], hosts)).lookup(a_prompt(SPACE, 96), deadline_s=1.0)
+    return HostSpan(cast(tuple[Host, ...], hosts)).lookup(a_prompt(SPACE, 96), deadline_s=1.0)
 
 
 def test_the_longer_hit_is_asked_again_and_let_go_after_the_answer() -> None:

@@ -19,10 +19,10 @@ from kvhold.kernels.numba_floats import (
     half_to_float,
 )
 from kvhold.kernels.rope import Rope, dtype_of
-from kvhold.kernels.rotary import Turns
+from kvhold.kernels.rotary import Rotations
 
 
-def rotate(keys: Any, turns: Turns, rope: Rope, out: Any) -> None:
+def rotate(keys: Any, rotations: Rotations, rope: Rope, out: Any) -> None:
     """Host memory."""
     source, into = _bits(keys), _bits(out)
     if out is not keys:
@@ -31,10 +31,10 @@ def rotate(keys: Any, turns: Turns, rope: Rope, out: Any) -> None:
     turned = slice(rope.first, rope.first + rope.rotary_dim)
     call = _BY_KIND[rope.layout][KINDS[dtype_of(keys)]]
     for at in np.ndindex(source.shape[:-3]):
-        _turn_part(call, source[at][..., turned], turns, into[at][..., turned])
+        _turn_part(call, source[at][..., turned], rotations, into[at][..., turned])
 
 
-def _turn_part(call: Callable[..., None], source: Any, turns: Turns, into: Any) -> None:
+def _turn_part(call: Callable[..., None], source: Any, rotations: Rotations, into: Any) -> None:
     """[tokens, heads, rotary_dim], as bits"""
     if not source.size:
         return
@@ -50,8 +50,8 @@ def _turn_part(call: Callable[..., None], source: Any, turns: Turns, into: Any) 
         *(stride // source.itemsize for stride in source.strides[:2]),
         flat_out,
         *(stride // spare.itemsize for stride in spare.strides[:2]),
-        turns.cos.reshape(-1),
-        turns.sin.reshape(-1),
+        rotations.cos.reshape(-1),
+        rotations.sin.reshape(-1),
         source.shape[1],
         source.shape[2] // 2,
     )

@@ -3,13 +3,13 @@ from typing import Any
 import numpy as np
 
 from kvhold.kernels.rope import Rope
-from kvhold.kernels.rotary import Turns
+from kvhold.kernels.rotary import Rotations
 
 
-def rotate(keys: Any, turns: Turns, rope: Rope, out: Any) -> None:
+def rotate(keys: Any, rotations: Rotations, rope: Rope, out: Any) -> None:
     """numpy, or torch on any device."""
     is_numpy = isinstance(keys, np.ndarray)
-    cos, sin = (turns.cos, turns.sin) if is_numpy else turns.on(str(keys.device))
+    cos, sin = (rotations.cos, rotations.sin) if is_numpy else rotations.on(str(keys.device))
     cos, sin = cos[:, None], sin[:, None]
     one, other = pairs(rope)
     x, y = _floats(keys[..., one]), _floats(keys[..., other])

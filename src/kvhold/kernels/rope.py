@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.errors import ConfigError
-from kvhold.kernels.rotary import NO_SCALING, Floats, Scaling, Turns, frequencies
+from kvhold.kernels.rotary import NO_SCALING, Floats, Rotations, Scaling, frequencies
 
 RopeLayout: TypeAlias = Literal["half", "interleaved"]
 Worker: TypeAlias = Literal["numba", "triton", "reference"]
@@ -123,7 +123,7 @@ def rotate(
             out[...] = keys
         return out
     device = "cpu" if is_numpy else str(keys.device)
-    table = turns(rope, old, new, old_length, new_length)
+    table = rotations(rope, old, new, old_length, new_length)
     _load(worker or _chosen(device.partition(":")[0]))(keys, table, rope, out)
     return out
 
@@ -144,15 +144,15 @@ def as_positions(positions: Any) -> npt.NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def turns(
+def rotations(
     rope: Rope,
     old: npt.NDArray[np.int64],
     new: npt.NDArray[np.int64],
     old_length: int | None = None,
     new_length: int | None = None,
-) -> Turns:
+) -> Rotations:
     """The last two are kept: layers share them."""
-    return _turns(
+    return _rotations(
         rope, old.tobytes(), new.tobytes(), _length(old, old_length), _length(new, new_length)
     )
 
@@ -164,8 +164,8 @@ def _length(positions: npt.NDArray[np.int64], length: int | None) -> int:
 
 
 @lru_cache(maxsize=2)
-def _turns(rope: Rope, old: bytes, new: bytes, old_length: int, new_length: int) -> Turns:
-    return Turns.between(
+def _rotations(rope: Rope, old: bytes, new: bytes, old_length: int, new_length: int) -> Rotations:
+    return Rotations.between(
         np.frombuffer(old, np.int64),
         np.frombuffer(new, np.int64),
         rope.frequencies(old_length),
@@ -186,8 +186,8 @@ def _chosen(device_type: str) -> Worker:
 
 
 @cache
-def _load(worker: Worker) -> Callable[[Any, Turns, Rope, Any], None]:
-    found: Callable[[Any, Turns, Rope, Any], None] = import_module(
+def _load(worker: Worker) -> Callable[[Any, Rotations, Rope, Any], None]:
+    found: Callable[[Any, Rotations, Rope, Any], None] = import_module(
         f"kvhold.kernels.{worker}_rope"
     ).rotate
     return found

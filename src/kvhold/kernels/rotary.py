@@ -57,10 +57,10 @@ def frequencies(rotary_dim: int, theta: float, scaling: Scaling, length: int) ->
 def _ramp(rotary_dim: int, theta: float, scaling: Scaling) -> npt.NDArray[np.float64]:
     """0: keep the frequency; 1: divide it."""
 
-    def pair_of(rotations: float) -> float:
+    def pair_of(turns: float) -> float:
         return (
             rotary_dim
-            * math.log(scaling.max_length / (rotations * 2 * math.pi))
+            * math.log(scaling.max_length / (turns * 2 * math.pi))
             / (2 * math.log(theta))
         )
 
@@ -73,7 +73,7 @@ def _ramp(rotary_dim: int, theta: float, scaling: Scaling) -> npt.NDArray[np.flo
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class Rotations:
     """cos, sin: [tokens, rotary_dim // 2]"""
 
     cos: Floats
@@ -87,7 +87,7 @@ class Turns:
         new: npt.NDArray[np.int64],
         old_frequencies: Floats,
         new_frequencies: Floats,
-    ) -> "Turns":
+    ) -> "Rotations":
         """Angles are rounded to float32, as in engines."""
         angles = _angles(new, new_frequencies) - _angles(old, old_frequencies)
         return cls(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))

@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 
 from kvhold.kernels.rope import Rope
-from kvhold.kernels.rotary import Turns
+from kvhold.kernels.rotary import Rotations
 from kvhold.kernels.triton_floats import EXACT, load_floats
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _TILE_PAIRS = 1024
 
 
-def rotate(keys: Any, turns: Turns, rope: Rope, out: Any) -> None:
+def rotate(keys: Any, rotations: Rotations, rope: Rope, out: Any) -> None:
     device = str(keys.device)
     if device == "cpu" and not INTERPRETED:
         raise ValueError("the triton worker turns host memory only under TRITON_INTERPRET=1")
     if out is not keys:
         for rest in (slice(0, rope.first), slice(rope.first + rope.rotary_dim, None)):
             out[..., rest] = keys[..., rest]
-    cos, sin = turns.on(device)
+    cos, sin = rotations.on(device)
     bits = torch.int32 if keys.itemsize == 4 else torch.int16
     source, into = keys.detach().view(bits), out.detach().view(bits)
     with nullcontext() if device == "cpu" else torch.cuda.device(device):

@@ -32,7 +32,7 @@ from kvhold.integrations.vllm.request_state import RequestState
 from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_AWAITED, NOT_NAMED, Tally
 from kvhold.integrations.vllm.tracker import RequestTracker
 from kvhold.node import NodeClient
-from kvhold.node.span import Span
+from kvhold.node.span import HostSpan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -81,11 +81,11 @@ class RequestLookups:
         self._descriptions = descriptions
         self._tally = tally
         self._not_named: set[str] = set()
-        self.span: Span | None = None
+        self.span: HostSpan | None = None
         """The hosts of the workers, if they are on several."""
         self._awaits_hosts = awaits_hosts
 
-    def use_span(self, span: Span) -> None:
+    def use_span(self, span: HostSpan) -> None:
         self.span, self._awaits_hosts = span, False
 
     def begin_pass(self) -> None:

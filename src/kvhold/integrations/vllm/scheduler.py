@@ -32,7 +32,7 @@ from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.tracing import request_tracer
 from kvhold.memory.placement import place_own_threads, place_this_thread
-from kvhold.node.span import OtherHosts, OwnHost, Span, SpanHit
+from kvhold.node.span import HostSpan, OtherHosts, OwnHost, SpanHit
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -166,7 +166,7 @@ class SchedulerSide:
         self._storers = tuple(
             sorted(rank for host in hosts for rank in host.storers(self._geometry))
         )
-        self.lookups.use_span(Span([*self._others.hosts, *own]))
+        self.lookups.use_span(HostSpan([*self._others.hosts, *own]))
         self.hints.refusal = "the engine's workers are on several hosts"
         log.info(
             "kvhold: the workers are on %d hosts; a hit is what the nodes of all hosts have",

@@ -40,7 +40,7 @@ class SpanHit(Hit):
         return tuple(answer.ticket for answer in self._lookup.answers)
 
 
-class Span:
+class HostSpan:
     """One thread."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
