@@ -1,7 +1,7 @@
-"""Keeps the chunks of prompts in memory until a deadline, or until their holder lets them go.
+"""Keeps the chunks of prompts, also those stored later, in memory until a deadline or a release.
 
-Also those stored later. A retain ends with its owner, and when it is cleared. The first chunks are
-kept, up to `hints.max_bytes`, and up to a quarter of a namespace's quota. No I/O.
+A retain also ends with its owner, and by a clear. The first chunks are kept, up to
+`hints.max_bytes`, and up to a quarter of a namespace's quota. No I/O.
 """
 
 from collections.abc import Callable, Hashable
@@ -148,7 +148,7 @@ class Retains:
         return [retain for held in self._by_owner.values() for retain in held.values()]
 
     def _keep(self, retain: _Retain, name: bytes, all_suffixes: list[bytes], nbytes: int) -> bool:
-        """False: no part of the chunk is in memory. A window needs no older part."""
+        """False: memory has no part of the chunk. One suffices: windows need no older ones."""
         self._kept.add(name, retain, nbytes)
         retain.names.append(name)
         retain.num_keys += len(all_suffixes)

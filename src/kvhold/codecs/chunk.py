@@ -1,4 +1,7 @@
-"""A packing that the codec does not accept becomes canonical, where possible. Releases the GIL."""
+"""Encode chunks into frames, and decode them. Releases the GIL.
+
+Where a codec does not accept a packing, the canonical one is used.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ def codec_names() -> tuple[str, ...]:
 
 
 def make_codec(name: str) -> Codec:
-    """The process's object. The first use on a machine may compile for half a minute.
+    """One object a process. The first use on a machine may compile for half a minute.
 
     Raises ConfigError: unknown, or cannot be loaded.
     """

@@ -64,7 +64,7 @@ def copy(
 
 
 def _may_stream(plan: Plan, to_arena: bool) -> bool:
-    """Whole lines, and a gather of all rows of its chunks."""
+    """Only whole lines; and a gather must have all rows of its chunks."""
     if not plan.view.runs_are_whole or not _on_lines(plan, to_arena):
         return False
     rows = np.bincount(plan.chunk, weights=plan.rows, minlength=plan.chunk_rows.size)

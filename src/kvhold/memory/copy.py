@@ -1,4 +1,4 @@
-"""An engine's blocks into a reservation, a lease into blocks. Any thread.
+"""Copy an engine's blocks into a reservation, and a lease into blocks. Any thread.
 
 Arrays hold the ids, or slots, of all chunks, end to end. Negative ones are skipped, and those of
 ABSENT chunks. A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait`

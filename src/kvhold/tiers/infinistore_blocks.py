@@ -3,8 +3,8 @@
 The store knows no sizes, overwrites blocks, and evicts single ones. So a put has equal blocks under
 new names, and a *head*: a small block under the key's name, written last.
 
-A slot of memory belongs to its operation until the end. One event loop; one thread blocks; a
-client thread reports completions.
+A slot of memory belongs to its operation until the end. One event loop, a thread for blocking
+calls, and a client thread that reports completions.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Chunks in the arena, which readers use in place.
 
 A reserved entry is its writer's. A committed one is visible, and readable while pinned. Not
-evicted: entries that are pinned or being written, and the latter's parents. A *doomed* entry was
+evicted: pinned entries, entries being written, and the parents of these. A *doomed* entry was
 removed while in use: its last user frees it. One thread.
 """
 
@@ -40,7 +40,7 @@ class Wanted:
 
 
 class Entry:
-    """expires_at: Unix time; 0: never; NEVER: nor by a tier's setting
+    """expires_at: Unix time; 0: never; NEVER: whatever a tier sets
     checksums:  of the layers; empty for frames
     epoch:      number of clears before the entry
     """
@@ -286,7 +286,7 @@ class RamTier:
         self.pin_all((entry,))
 
     def pin_all(self, entries: Sequence[Entry]) -> None:
-        """In place until `unpin_all`. They count as used, in this order."""
+        """Keep in place until `unpin_all`. Counts as a use, in this order."""
         self.hold_all(entries)
         self.touch_all(entries)
 
@@ -346,7 +346,7 @@ class RamTier:
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
     def clear(self, prefix: bytes) -> int:
-        """Returns the entries' number; `sweep` frees them. prefix: a namespace; empty: all"""
+        """Returns the number of entries. `sweep` frees them. prefix: a namespace; empty: all"""
         self._epoch += 1
         self._cleared[prefix] = self._epoch
         if prefix:
@@ -374,14 +374,14 @@ class RamTier:
         self._sweeping = False
 
     def remove_key(self, key: bytes) -> bool:
-        """Visible or reserved; false: there is none."""
+        """Also a reserved entry. False: there is none."""
         if not self.holds(key):
             return False
         self.remove(self._entries[key])
         return True
 
     def evict(self, entry: Entry) -> bool:
-        """Visible; false: it is in use, or no longer there."""
+        """False: the entry is in use, or no longer there."""
         if self.find(entry.key) is not entry or self._is_kept(entry.key):
             return False
         self._metrics.add("kvhold_evicted_chunks", tier="ram")
@@ -390,7 +390,7 @@ class RamTier:
         return True
 
     def note_clear(self) -> None:
-        """Lookups begin again: entries were cleared one by one."""
+        """Entries were cleared one by one; lookups begin again."""
         self._epoch += 1
 
     async def check(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Runs only plugins in the settings."""
+"""Make tiers from URLs. Only plugins in the settings run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

@@ -29,14 +29,12 @@ class EngineDriver(Protocol):
     def generate(self, request: Generate) -> Generated:
         """Wait for the connector's saves, too."""
 
-    def generate_many(self, request: GenerateMany) -> GeneratedMany:
-        """Run several prompts together."""
+    def generate_many(self, request: GenerateMany) -> GeneratedMany: ...
 
     def reset_prefix_cache(self) -> bool:
         """False: the engine refused."""
 
-    def close(self) -> None:
-        """Shut the engine down."""
+    def close(self) -> None: ...
 
 
 def main() -> int:

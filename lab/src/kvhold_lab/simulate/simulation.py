@@ -48,7 +48,6 @@ class Setup:
 @dataclass(frozen=True)
 class SimulatedRow:
     """hit_rate:         tokens found / tokens of all prompts
-    hit_requests:     requests with a chunk found
     saved_s:          seconds of prefill, without the time to load
     evicted:          from memory, as `evictions`
     written_bytes:    as `disk_bytes_written`; 0 for `belady`

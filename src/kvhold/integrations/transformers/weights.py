@@ -1,5 +1,5 @@
-"""The first call reads all bytes. Later calls check each tensor's address, version counter and 16
-elements. One thread at a time.
+"""A digest of a model's weights. The first call reads all bytes, later ones check each tensor's
+address, version counter and 16 elements. One thread at a time.
 """
 
 import logging

@@ -47,7 +47,7 @@ _PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
-    """If vLLM publishes events and no buffer is set."""
+    """Add a buffer if vLLM publishes events."""
     return (
         replace(settings, event_buffer=_EVENT_BUFFER)
         if publishes(config) and not settings.event_buffer
@@ -298,7 +298,6 @@ class Announcer:
         self._thread.submit(self._announced.withdraw)
 
     def take(self) -> "list[KVCacheEvent]":
-        """Never waits."""
         events: list[KVCacheEvent] = []
         if self._pending_events is not None and self._pending_events.done():
             events, self._pending_events = self._pending_events.result(), None

@@ -75,8 +75,8 @@ class Geometry:
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """A hit may cover the prompt's last token, which is computed again: not with states and
-        windows.
+        """False with states or windows: a hit may not cover the prompt's last token, which is
+        computed again.
         """
         return all(part.group.attention == "full" for part in self.parts)
 

@@ -1,5 +1,6 @@
-"""`OwnHost` asks the scheduler's node, `OtherHost` a relay. A host that is away, or silent for a
-call's deadline, counts as lost.
+"""Lookups on an engine's hosts. `OwnHost` asks the scheduler's node, `OtherHost` a relay.
+
+A host that is away, or silent for a call's deadline, is lost.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ class Host(Protocol):
 
 
 class OwnHost:
-    """The scheduler's host. Waits raise the node's errors. One thread."""
+    """Waits raise the node's errors. One thread."""
 
     def __init__(self, cache: NodeClient, shards: Sequence[int]) -> None:
         self.name = "this host"
@@ -133,10 +134,7 @@ class _Call:
 
 
 class OtherHost:
-    """A host that is asked through a relay.
-
-    lost: why it cannot be asked, or None
-    """
+    """lost: why it cannot be asked, or None"""
 
     def __init__(self, place: RelayPlace, tls: ssl.SSLContext | None) -> None:
         self.name, self.shards = place.name, place.shards
@@ -151,7 +149,7 @@ class OtherHost:
         self._owed_since_s = 0.0
         self._is_told = True
         self.tried = threading.Event()
-        """Set when it is connected, or could not be."""
+        """Set after the first attempt to connect."""
 
     def look_up(
         self, query: Query, *, have_tokens: int, uses: Uses, deadline_s: float

@@ -1,4 +1,4 @@
-"""An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up."""
+"""Jobs of a folder's threads. An OSError becomes `fault`. With `stop` set, a job only cleans up."""
 
 import logging
 import time

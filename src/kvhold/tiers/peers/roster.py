@@ -1,4 +1,4 @@
-"""The followed peers, of the tier's URL or a directory.
+"""The followed peers, from the tier's URL or a directory.
 
 The chunks of an unlisted peer are not found. One event loop, but for `status` and `own`.
 """
@@ -201,7 +201,7 @@ class Roster:
         self._list_fault = fault
 
     async def _use(self, addresses: Iterable[Address]) -> int:
-        """Only these peers, listed ones first. Returns the number beyond the limit."""
+        """Follow only these peers, known ones first. Returns the number beyond the limit."""
         wanted = set(addresses)
         before = [peer for peer in self.peers if peer.address not in wanted]
         for peer in before:
