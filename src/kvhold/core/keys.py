@@ -434,10 +434,8 @@ class Prompt(_Text):
         self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int
     ) -> list[bytes]:
         header, step, links = size.to_bytes(4, "little"), 4 * size, []
-        start, is_text = (
-            chunk * self.namespace.layout.tokens_per_chunk,
-            not (self.inserts or self.extras),
-        )
+        start = chunk * self.namespace.layout.tokens_per_chunk
+        is_text = not (self.inserts or self.extras)
         for at in range(0, len(raw), step):
             inserts = () if is_text else self._inserts_in(start, start + size)
             state = self._hash_with_inserts.copy() if inserts else self._hash.copy()
@@ -446,17 +444,8 @@ class Prompt(_Text):
             if not is_text:
                 extra = self.extras.get(chunk, b"")
                 if inserts:
-                    state.update(
-                        canonical(
-                            [
-                                extra,
-                                [
-                                    [insert.start, insert.length, insert.digest]
-                                    for insert in inserts
-                                ],
-                            ]
-                        )
-                    )
+                    placed = [[insert.start, insert.length, insert.digest] for insert in inserts]
+                    state.update(canonical([extra, placed]))
                 elif extra:
                     state.update(extra)
                 chunk, start = chunk + 1, start + size

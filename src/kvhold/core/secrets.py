@@ -10,16 +10,16 @@ from kvhold.core.errors import ConfigError
 REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 log = logging.getLogger(__name__)
 
-_public: set[str] = set()
 _MOST_BYTES = 64 << 10  # of a file that holds a secret
-_NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
 # paths, and numbers of tokens
 _NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)
+_warned_of: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
     """Misspelt names match, too."""
-    return bool(_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
+    return bool(_SECRET_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
 
 
 def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) -> str:
@@ -60,8 +60,8 @@ def read_secret(path: str | Path, *, where: str) -> str:
 
 
 def warn_if_public(fd: int, path: str) -> None:
-    if os.fstat(fd).st_mode & stat.S_IROTH and path not in _public:
-        _public.add(path)
+    if os.fstat(fd).st_mode & stat.S_IROTH and path not in _warned_of:
+        _warned_of.add(path)
         log.warning(
             "%s holds a secret, and every user of this host can read it: chmod 600 it", path
         )

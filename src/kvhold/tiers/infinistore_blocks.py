@@ -27,7 +27,6 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_
 from kvhold.tiers.files.opener import Opener
 
 Result = TypeVar("Result")
-Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
 
 HEAD_BYTES = 64
 _HEAD = struct.Struct("<8sQI16s")  # magic, value bytes, block bytes, put id
@@ -182,7 +181,7 @@ class BlockTier:
     async def close(self) -> None:
         self._closing = True
         await self._opener.close()
-        await self._hung_up()
+        await self._wait_for_hang_ups()
 
     async def _get(self, key: bytes, parts: Parts, start: int | None) -> int | None:
         head, room = await self._head(key), size_of(parts)
@@ -299,7 +298,7 @@ class BlockTier:
             return answer
 
     async def _open(self) -> _Session:
-        await self._hung_up()
+        await self._wait_for_hang_ups()
         nbytes = self._layout.slots * self._layout.slot_bytes
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore")
         memory, free = mmap.mmap(-1, nbytes), asyncio.Queue[int]()
@@ -334,7 +333,7 @@ class BlockTier:
         await in_thread(session.thread, session.connection.close)
         session.thread.shutdown(wait=False)
 
-    async def _hung_up(self) -> None:
+    async def _wait_for_hang_ups(self) -> None:
         while self._hanging_up:
             await asyncio.wait(self._hanging_up)
 

@@ -46,17 +46,19 @@ class Entry:
     """
 
     __slots__ = (
-        *(
-            "checksums",
-            "committed",
-            "doomed",
-            "epoch",
-            "expires_at",
-            "first_token",
-            "key",
-            "nbytes",
-        ),
-        *("num_tokens", "offset", "parent", "pins", "taken_bytes"),
+        "checksums",
+        "committed",
+        "doomed",
+        "epoch",
+        "expires_at",
+        "first_token",
+        "key",
+        "nbytes",
+        "num_tokens",
+        "offset",
+        "parent",
+        "pins",
+        "taken_bytes",
     )
 
     def __init__(
@@ -232,7 +234,7 @@ class RamTier:
         )
         if offsets is None:
             for one in wanted:
-                self._is_continued(one.parent)
+                self._end_continuation(one.parent)
             return None
         used_bytes = self._used_by.get(namespace, 0)
         self._used_by[namespace] = used_bytes + sum(sizes)
@@ -255,13 +257,13 @@ class RamTier:
 
     def commit(self, entry: Entry) -> None:
         assert not entry.committed
-        self._is_continued(entry.parent)
+        self._end_continuation(entry.parent)
         if self.is_doomed(entry):
             if not entry.doomed:
                 self.remove(entry)
             self._doomed -= 1
             self._free(entry)
-            self._is_lost(entry)
+            self._report_lost(entry)
             return
         entry.committed = True
         self._policy.insert(entry.key, entry.taken_bytes, entry.parent)
@@ -270,13 +272,13 @@ class RamTier:
 
     def abandon(self, entry: Entry) -> None:
         assert not entry.committed
-        self._is_continued(entry.parent)
+        self._end_continuation(entry.parent)
         if entry.doomed:
             self._doomed -= 1
         else:
             self._forget(entry)
         self._free(entry)
-        self._is_lost(entry)
+        self._report_lost(entry)
 
     def is_doomed(self, entry: Entry) -> bool:
         """Any thread."""
@@ -530,7 +532,7 @@ class RamTier:
         used = self.used_bytes if namespace is None else self.used_bytes_of(namespace)
         return used - self._limit(namespace)
 
-    def _is_continued(self, parent: bytes | None) -> None:
+    def _end_continuation(self, parent: bytes | None) -> None:
         if parent is None:
             return
         left = self._to_be_continued[parent] - 1
@@ -555,7 +557,7 @@ class RamTier:
         else:
             del self._num_by[namespace]
 
-    def _is_lost(self, entry: Entry) -> None:
+    def _report_lost(self, entry: Entry) -> None:
         if self.watch_lost is not None:
             self.watch_lost(entry.key)
 

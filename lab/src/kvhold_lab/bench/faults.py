@@ -163,10 +163,7 @@ def wrapped(url: str, rules: str) -> str:
 
 
 SEEDS = range(NUM_PROMPTS)
-REFUSE_WHEN_FULL = (
-    "redis",
-    "memcached",
-)
+REFUSE_WHEN_FULL = ("redis", "memcached")
 
 
 def _stored(place: BenchPlace) -> None:

@@ -39,10 +39,7 @@ class Weights:
         """32 hexadecimal digits. Raises ConfigError: unreadable weights."""
         try:
             return self._digest()
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:
+        except (RuntimeError, TypeError) as error:
             raise ConfigError(
                 f"model_id must be given: the weights' content cannot be read: {error}"
             ) from error

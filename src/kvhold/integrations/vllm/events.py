@@ -161,7 +161,7 @@ class Announced:
         ]
         self._present: dict[bytes, set[bytes]] = {}
         self._described: OrderedDict[bytes, Described] = OrderedDict()
-        self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
+        self._announced_blocks: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
         # announced chunks by group and block hash
         self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
         self._touched: set[bytes] = set()
@@ -170,7 +170,7 @@ class Announced:
         return name not in self._described
 
     def wants(self, name: bytes) -> bool:
-        return self.lacks(name) and len(self._told.get(name, ())) < len(self._tables)
+        return self.lacks(name) and len(self._announced_blocks.get(name, ())) < len(self._tables)
 
     def describe(self, name: bytes, described: Described) -> None:
         self._described[name] = described
@@ -190,31 +190,33 @@ class Announced:
                     del self._present[name]
 
     def replace(self, snapshot: Iterable[Event]) -> None:
-        self._touched.update(self._told)
+        self._touched.update(self._announced_blocks)
         self._present.clear()
         self.happened(snapshot)
 
     def withdraw(self) -> None:
         self._described.clear()
-        for name in self._told:
+        for name in self._announced_blocks:
             self._touched.add(name)
             self._present.pop(name, None)
 
     def changes(self) -> "list[KVCacheEvent]":
         touched, self._touched = self._touched, set()
-        come = [
+        ready = [
             (described.first_token, name, described)
             for name in touched
             if (described := self._described.get(name)) is not None
         ]
-        come.sort(key=lambda item: item[:2])
+        ready.sort(key=lambda item: item[:2])
         events: list[KVCacheEvent] = []
-        for _, name, described in come:
+        for _, name, described in ready:
             events += self._newly_stored(name, described)
         gone: dict[int, list[ExternalBlockHash]] = {}
         for name in touched:
             for group in [
-                group for group in self._told.get(name, ()) if not self._is_present(name, group)
+                group
+                for group in self._announced_blocks.get(name, ())
+                if not self._is_present(name, group)
             ]:
                 gone.setdefault(group, []).extend(self._take_back(name, group))
         return events + [
@@ -232,33 +234,33 @@ class Announced:
         return self._places[group] <= self._present.get(name, frozenset())
 
     def _newly_stored(self, name: bytes, described: Described) -> Iterator[BlockStored]:
-        told = self._told.get(name, {})
-        known_before = len(told)
+        announced = self._announced_blocks.get(name, {})
+        known_before = len(announced)
         for group, stored in enumerate(described.stored):
-            if stored is None or group in told or not self._is_present(name, group):
+            if stored is None or group in announced or not self._is_present(name, group):
                 continue
-            self._told[name] = told
-            told[group] = stored.block_hashes
+            self._announced_blocks[name] = announced
+            announced[group] = stored.block_hashes
             keys = [(group, block) for block in stored.block_hashes]
-            known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))
+            num_known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))
             self._blocks.update(keys)
-            if known < len(keys):
-                yield _without_first(stored, known) if known else stored
+            if num_known < len(keys):
+                yield _without_first(stored, num_known) if num_known else stored
         # keep a chunk that was stored again before its eviction was read
         total = sum(stored is not None for stored in described.stored)
-        if not total or known_before < len(told) == total:
+        if not total or known_before < len(announced) == total:
             del self._described[name]
 
     def _take_back(self, name: bytes, group: int) -> "Iterator[ExternalBlockHash]":
-        told = self._told[name]
-        for block in told.pop(group):
+        announced = self._announced_blocks[name]
+        for block in announced.pop(group):
             key = (group, block)
             self._blocks[key] -= 1
             if not self._blocks[key]:
                 del self._blocks[key]
                 yield block
-        if not told:
-            del self._told[name]
+        if not announced:
+            del self._announced_blocks[name]
 
 
 def _without_first(stored: BlockStored, blocks: int) -> BlockStored:

@@ -145,9 +145,9 @@ class OtherHost:
         self._tls = tls if place.uses_tls else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
-        self._owed: _Call | None = None
-        self._owed_since_s = 0.0
-        self._is_told = True
+        self._unanswered: _Call | None = None
+        self._sent_s = 0.0
+        self._is_loss_logged = True
         self.tried = threading.Event()
         """Set after the first attempt to connect."""
 
@@ -155,12 +155,12 @@ class OtherHost:
         self, query: Query, *, have_tokens: int, uses: Uses, deadline_s: float
     ) -> Callable[[], s.LookedUp]:
         request = s.LookUp(query, have_tokens, uses, min(60.0, deadline_s))
-        return self._asked(request, deadline_s)
+        return self._ask_relay(request, deadline_s)
 
     def look_again(
         self, ticket: int, *, settle: bool, deadline_s: float
     ) -> Callable[[], s.LookedUp]:
-        return self._asked(s.LookAgain(ticket, settle), deadline_s)
+        return self._ask_relay(s.LookAgain(ticket, settle), deadline_s)
 
     def let_go(self, ticket: int) -> None:
         self._submit(_Call(s.LetGo(ticket), s.SILENT_S))
@@ -172,7 +172,7 @@ class OtherHost:
         answer = _result_of(call)
         return isinstance(answer, s.Alive) and not answer.lost
 
-    def _asked(self, request: s.Request, deadline_s: float) -> Callable[[], s.LookedUp]:
+    def _ask_relay(self, request: s.Request, deadline_s: float) -> Callable[[], s.LookedUp]:
         call = _Call(request, deadline_s)
         why = self._why_lost()
         if why is None and not self._submit(call):
@@ -191,9 +191,9 @@ class OtherHost:
         return wait
 
     def _why_lost(self) -> str | None:
-        owed, since_s = self._owed, self._owed_since_s
-        silent_s = time.monotonic() - since_s
-        if owed is not None and silent_s > owed.deadline_s:
+        call, sent_s = self._unanswered, self._sent_s
+        silent_s = time.monotonic() - sent_s
+        if call is not None and silent_s > call.deadline_s:
             return f"no answer for {silent_s:.1f} s"
         return self.lost
 
@@ -219,7 +219,7 @@ class OtherHost:
                 async with asyncio.timeout(_CONNECT_WITHIN_S):
                     stream = await self._connect()
                 try:
-                    self._found()
+                    self._note_connection()
                     await self._converse(stream)
                 finally:
                     stream.close()
@@ -258,35 +258,35 @@ class OtherHost:
                     call = await self._calls.get()
             except TimeoutError:
                 call = _Call(s.Beat(), s.BEAT_S)
-            self._owed_since_s, self._owed = time.monotonic(), call
+            self._sent_s, self._unanswered = time.monotonic(), call
             async with asyncio.timeout(2 * call.deadline_s + s.SILENT_S):
                 await stream.send([encode(call.request)])
                 prefix = await stream.read(LENGTH_BYTES)
                 answer = _answer.decode(await stream.read(body_length(prefix)))
-            self._owed = None
+            self._unanswered = None
             try:
                 call.answer.set_result(answer)
             except InvalidStateError:
                 if isinstance(answer, s.LookedUp) and answer.ticket:
                     self._calls.put_nowait(_Call(s.LetGo(answer.ticket), s.SILENT_S))
 
-    def _found(self) -> None:
+    def _note_connection(self) -> None:
         self.lost = None
         self.tried.set()
         log.info("kvhold: the node of %s is asked by its relay at %s", self.name, self._address)
-        self._is_told = False
+        self._is_loss_logged = False
 
     def _lose(self, why: str) -> None:
         self.lost = why
         self._calls, waiting = asyncio.Queue(), self._calls
-        owed, self._owed = self._owed, None
-        calls = [] if owed is None else [owed]
+        unanswered, self._unanswered = self._unanswered, None
+        calls = [] if unanswered is None else [unanswered]
         while not waiting.empty():
             calls.append(waiting.get_nowait())
         for call in calls:
             call.answer.cancel()
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_loss_logged:
+            self._is_loss_logged = True
             log.warning(
                 "kvhold: %s of this engine cannot be asked (%s); prompts are computed until it can",
                 self.name,

@@ -64,16 +64,14 @@ class Open:
 
     def _build(self, folder: Folder) -> Index:
         free_bytes = folder.free_bytes
-        index, rest = (
-            Index(
-                self._settings.policy,
-                self._settings.max_bytes,
-                folder.block_bytes,
-                self._settings.learning,
-                self._settings.changes,
-            ),
-            folder.batches(),
+        index = Index(
+            self._settings.policy,
+            self._settings.max_bytes,
+            folder.block_bytes,
+            self._settings.learning,
+            self._settings.changes,
         )
+        rest = folder.batches()
         for found in rest:
             for value in with_pauses(found):
                 for older in index.add_found([value]):

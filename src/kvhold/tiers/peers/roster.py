@@ -21,8 +21,8 @@ from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-_READ_S = 4.0  # less than a check may take, see `GuardConfig.get_timeout_s`
-_LEAVE_S = 2.0
+_READ_TIMEOUT_S = 4.0  # less than a check may take, see `GuardConfig.get_timeout_s`
+_LEAVE_TIMEOUT_S = 2.0
 _MOST_NAMED = 10  # addresses in a line of the log
 _GOES_ON = "the last list stays in use"
 TOO_MANY = (
@@ -65,7 +65,7 @@ class Roster:
         self._wake = asyncio.Event()
         self._was_read = asyncio.Event()
         self._list_fault = ""
-        self._read_s = 0.0
+        self._list_read_s = 0.0
         self._has_list = directory is None
         self.own = Own()
         for address in addresses:
@@ -94,7 +94,7 @@ class Roster:
         if self._loop is not None or self._is_closed:
             return
         self._loop = asyncio.get_running_loop()
-        self._read_s = self._loop.time()
+        self._list_read_s = self._loop.time()
         for peer in self.peers:
             self._follow(peer)
         if self._directory is not None:
@@ -122,7 +122,7 @@ class Roster:
         directory, loop = self._directory, self._loop
         return {
             "directory": "" if directory is None else directory.source,
-            "list_age_s": round(loop.time() - self._read_s, 3)
+            "list_age_s": round(loop.time() - self._list_read_s, 3)
             if directory is not None and loop is not None and self._has_list
             else None,
             "list_fault": self._list_fault,
@@ -148,7 +148,7 @@ class Roster:
             peer.close()
         if self._directory is not None:
             try:
-                async with asyncio.timeout(_LEAVE_S):
+                async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                     await self._directory.close()
             except (TierError, TimeoutError) as error:
                 log.info("%s: %s", self._directory.source, str(error) or "no answer")
@@ -173,7 +173,7 @@ class Roster:
         assert self._loop is not None
         listing: Listing | None = None
         try:
-            async with asyncio.timeout(_READ_S):
+            async with asyncio.timeout(_READ_TIMEOUT_S):
                 listing = await directory.read(self.own)
             fault = listing.fault
             if not listing.is_usable:
@@ -183,13 +183,13 @@ class Roster:
         except TierError as error:
             fault = f"{error}; {_GOES_ON}"
         if listing is not None and listing.is_usable:
-            self._has_list, self._read_s = True, self._loop.time()
+            self._has_list, self._list_read_s = True, self._loop.time()
             if num_left_out := await self._use(listing.addresses):
                 fault = (
                     f"{directory.source} lists {num_left_out + MOST_PEERS} peers, and "
                     f"{num_left_out} are left out: {TOO_MANY}"
                 )
-        elif self._loop.time() - self._read_s >= self._timing.keep_list_s:
+        elif self._loop.time() - self._list_read_s >= self._timing.keep_list_s:
             await self._use([peer.address for peer in self.peers if peer.is_followed])
         self._report(fault)
 
@@ -203,20 +203,20 @@ class Roster:
     async def _use(self, addresses: Iterable[Address]) -> int:
         """Follow only these peers, known ones first. Returns the number beyond the limit."""
         wanted = set(addresses)
-        before = [peer for peer in self.peers if peer.address not in wanted]
-        for peer in before:
+        unlisted = [peer for peer in self.peers if peer.address not in wanted]
+        for peer in unlisted:
             await self._leave(peer)
         here = {peer.address for peer in self.peers}
         added = sorted(wanted - here, key=lambda one: (one.host, one.port))
         fitting = added[: MOST_PEERS - len(here)]
         for address in fitting:
             await self._join(address)
-        if before or fitting:
+        if unlisted or fitting:
             log.info(
                 "%d peers are listed; new: %s; gone: %s",
                 len(self.peers),
                 _named(fitting),
-                _named([peer.address for peer in before]),
+                _named([peer.address for peer in unlisted]),
             )
         return len(added) - len(fitting)
 

@@ -16,7 +16,7 @@ from kvhold_lab.bench.engines import OutputsDiffer, Served
 from kvhold_lab.bench.ratios import Cell
 from kvhold_lab.engines.process import EngineFailed
 
-Work = tuple[str, int]
+Work = tuple[str, int]  # workload, reuse in %
 
 
 @dataclass

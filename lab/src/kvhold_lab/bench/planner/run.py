@@ -75,7 +75,7 @@ def cells(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhold-planner-")))
         systems = {
-            name: _started(
+            name: _start_system(
                 stack, model, folder / f"{name}.sock", name == PLAN, bytes_per_s, num_threads
             )
             for name in _ENGINES
@@ -101,7 +101,7 @@ def cells(
         plans(systems[PLAN].client.status()["counters"])
 
 
-def _started(
+def _start_system(
     stack: ExitStack,
     model: ModelInfo,
     socket: Path,

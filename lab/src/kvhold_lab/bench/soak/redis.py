@@ -17,9 +17,10 @@ from kvhold_lab.servers.redis import RedisServer
 _PROMPTS = 40
 _AT_ONCE = 4
 _OUTPUT_TOKENS = 6
-_MAY_GROW_BYTES = 200 << 20
+_MOST_GROWTH_BYTES = 200 << 20
 _SETTLED_REQUESTS = 3_000
 _VOCABULARY = range(10, 250)
+_SMALL_REDIS = {"maxmemory": "24mb", "maxmemory-policy": "allkeys-lru"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def run(minutes: float, every_s: float, seed: int) -> RedisSoak:
         expected = plain.generate_many(prompts, max_tokens=_OUTPUT_TOKENS).token_ids
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-soak-") as folder,
-        RedisServer(settings=_SMALL) as server,
+        RedisServer(settings=_SMALL_REDIS) as server,
     ):
         socket = Path(folder) / "node.sock"
         try:
@@ -52,9 +53,6 @@ def run(minutes: float, every_s: float, seed: int) -> RedisSoak:
         finally:
             with NodeClient(socket, ClientConfig(), name="soak") as client:
                 client.stop_node()
-
-
-_SMALL = {"maxmemory": "24mb", "maxmemory-policy": "allkeys-lru"}
 
 
 class _Soak:
@@ -100,7 +98,7 @@ class _Soak:
         engine_grew, node_grew = after[0] - before[0], after[1] - before[1]
         bounded = (
             max(node_grew, engine_grew if self.requests >= 2 * _SETTLED_REQUESTS else 0)
-            < _MAY_GROW_BYTES
+            < _MOST_GROWTH_BYTES
         )
         passed = not self.wrong and not self.errors and bounded and came > 0 and self.kills > 0
         return RedisSoak(
