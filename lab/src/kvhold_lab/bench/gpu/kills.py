@@ -49,7 +49,7 @@ SPACE = Namespace(
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    at_once, times = (2, 2) if target.small else (8, 13)
+    at_once, times = (2, 1) if target.small else (8, 13)
     stray = 0
     with running_node(ram_bytes=at_once * _CHUNKS * _LAYERS * _BLOCK_BYTES + (8 << 20)) as client:
         client.register(SPACE)

@@ -23,7 +23,7 @@ from kvhold.testing.device import FakeDevice, FakeDriver
 
 Kind: TypeAlias = Literal["cuda", "cpu", "fake"]
 
-ROUNDS = 7
+_ROUNDS, _FEW_ROUNDS = 7, 3
 
 
 class Target:
@@ -90,10 +90,9 @@ class Target:
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
-    def seconds(
-        self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
-    ) -> dict[str, float]:
+    def seconds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Medians, without the first round."""
+        rounds = _FEW_ROUNDS if self.small else _ROUNDS
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + rounds):
             for name, call in calls.items():
