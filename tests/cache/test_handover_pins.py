@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from kvhold.cache import handover_pins
+from kvhold.cache.chores import Turns, finish
+from kvhold.core.api import Found
 from kvhold.core.keys import Namespace, Prompt, make_key
 from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait
 from tests.cache.computing import FULL, HYBRID, PLAIN, SPACE, TEXT, Cache, cache_of
@@ -281,6 +283,54 @@ class TestShare:
         assert memory.counted("kvhold_handover_skipped_chunks") == {"too many": 2}
         memory.hand_over(SPACE.prompt(range(8)), owner="c")
         assert memory.num_kept == 6
+
+
+class TestSteps:
+    """A long prompt is kept in steps, between which its owner and others act."""
+
+    LONG = SPACE.prompt(list(range(4 * 900)))
+
+    def begun(self, memory: Pressed) -> Turns[Found]:
+        memory.cache.store("a", self.LONG)
+        return memory.cache.state.lookup_turns("a", self.LONG.query(), intent=keeps())
+
+    def test_no_step_is_long(self) -> None:
+        memory = pressed_of(4_000)
+        turns, steps = self.begun(memory), 0
+        for units in turns:
+            assert units <= 900 // 2
+            steps += memory.num_kept < 900
+        assert steps > 10
+        assert memory.num_kept == 900
+
+    @pytest.mark.parametrize("how", ["owner left", "cleared", "repeated"])
+    def test_a_prompt_that_ends_between_two_keeps_nothing(self, how: str) -> None:
+        memory = pressed_of(4_000)
+        turns = self.begun(memory)
+        for _ in range(5):
+            next(turns)
+        assert 0 < memory.num_kept < 900
+        if how == "owner left":
+            memory.cache.state.release_owner("a")
+        elif how == "cleared":
+            memory.cache.state.clear(None)
+        else:
+            memory.cache.lookup("a", SPACE.prompt(TEXT[:8]), keeps())
+        assert memory.num_kept == (2 if how == "repeated" else 0)
+        next(turns)
+        turns.close()
+        assert memory.num_kept == (2 if how == "repeated" else 0)
+        assert memory.ends == {how: 1}
+
+    def test_others_may_take_the_share(self) -> None:
+        memory = pressed_of(4_000)
+        turns = self.begun(memory)
+        next(turns)
+        other = SPACE.prompt(list(range(7, 7 + 4 * 400)))
+        memory.hand_over(other, owner="b")
+        finish(turns)
+        assert memory.num_kept == 1_000
+        assert memory.counted("kvhold_handover_skipped_chunks") == {"no share": 300}
 
 
 class TestEnds:

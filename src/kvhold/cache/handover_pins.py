@@ -6,11 +6,12 @@ chunks are kept, up to a quarter of memory and of a namespace's quota.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from math import inf
 
+from kvhold.cache.chores import Turns
 from kvhold.cache.index.names import chunk_names
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.kept_chunks import KeptChunks, name_bytes, stored_names, suffixes
@@ -20,9 +21,10 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeIntent
 from kvhold.tiers.ram import Entry, RamTier
 
-_MOST_KEYS = 1024  # per prompt, pinned in one turn
+_MOST_KEYS = 1024  # per prompt
 _MOST_PROMPTS = 1024  # per owner
 _MOST_CHUNKS = 16_384  # per owner
+_KEYS_A_TURN = 64
 
 
 class HandoverEnd(StrEnum):
@@ -40,15 +42,17 @@ class _Prompt:
     """last:   name of the last whole chunk
     unsent: its keys that another host needs, and has not read
     due_s:  its deadline
+    names:  of its kept chunks
     """
 
     owner: Hashable
     request: str
-    names: list[bytes]
     last: bytes
     unsent: set[bytes]
     keep_s: float
     due_s: float
+    has_ended: bool = False
+    names: list[bytes] = field(default_factory=list)
 
 
 _Prompts = dict[bytes, dict[_Prompt, None]]
@@ -73,7 +77,10 @@ class HandoverPins:
     def kept(self) -> list[Entry]:
         return self._kept.entries()
 
-    def begin(self, owner: Hashable, query: Query, layout: Layout, intent: ComputeIntent) -> None:
+    def begin_turns(
+        self, owner: Hashable, query: Query, layout: Layout, intent: ComputeIntent
+    ) -> Turns[None]:
+        """Between two steps, the prompt may end, and others may take its share of memory."""
         if not intent.keep_s > 0:  # NaN, too
             return
         self.expire()
@@ -86,18 +93,33 @@ class HandoverPins:
         due_s = self._clock() + intent.keep_s
         last = names[min(len(names), len(query.hashes) // HASH_BYTES) - 1]
         unsent = {last + suffix for suffix in suffixes(query, layout, _full_groups(layout))}
-        prompt = _Prompt(owner, request, names, last, unsent, intent.keep_s, due_s)
+        prompt = _Prompt(owner, request, last, unsent, intent.keep_s, due_s)
         self._next_due_s = min(self._next_due_s, due_s)
         self._by_owner.setdefault(owner, {})[request] = prompt
         self._by_last.setdefault(prompt.last, {})[prompt] = None
-        nbytes = name_bytes(query, layout)
-        for name in names:
+        yield len(names) // 2
+        yield from self._keep_turns(prompt, names, query, layout)
+
+    def _keep_turns(
+        self, prompt: _Prompt, names: list[bytes], query: Query, layout: Layout
+    ) -> Turns[None]:
+        all_suffixes, nbytes = suffixes(query, layout), name_bytes(query, layout)
+        units = 0
+        for number, name in enumerate(names):
+            if prompt.has_ended:
+                return
+            if name not in self._kept and self._kept.free_bytes(query.namespace) < nbytes:
+                self._skip((len(names) - number) * len(all_suffixes), "no share")
+                return
+            prompt.names.append(name)
             self._kept.add(name, prompt, nbytes)
-        all_suffixes = suffixes(query, layout)
-        for name in names:
             for suffix in all_suffixes:
                 if (entry := self._ram.find(name + suffix)) is not None:
                     self._kept.keep(name, entry)
+            units += 1 + len(all_suffixes)
+            if units >= _KEYS_A_TURN:
+                yield units
+                units = 0
 
     def stored(self, entry: Entry) -> None:
         if not self._kept:
@@ -177,6 +199,7 @@ class HandoverPins:
             self._metrics.add("kvhold_handover_skipped_chunks", num_chunks, reason=reason)
 
     def _end(self, prompt: _Prompt, why: HandoverEnd) -> None:
+        prompt.has_ended = True
         held = self._by_owner[prompt.owner]
         del held[prompt.request]
         if not held:

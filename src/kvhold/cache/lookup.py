@@ -146,7 +146,8 @@ class Lookups:
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
         asked = _Asked(owner, query, layout, num_keys, cost, have_tokens, uses, intent, trace)
         if intent is not None:
-            self._handovers.begin(owner, query, layout, intent)
+            begin = self._handovers.begin_turns(owner, query, layout, intent)
+            yield from unless_short(num_keys, begin)
         return (yield from self._look_up(asked))
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from kvhold.cache.chores import Turns
 from kvhold.cache.state import CacheState
 from kvhold.core.keys import NAME_BYTES, Prompt
 from kvhold.core.reasons import EVICTED
@@ -60,12 +61,12 @@ class HandoverPromises:
     def watch(self, state: CacheState) -> None:
         self._promises.clear()
         pins: Any = state._handovers
-        begin, read, release, clear = pins.begin, pins.read, pins.release_owner, pins.clear
+        begin, read, release, clear = pins.begin_turns, pins.read, pins.release_owner, pins.clear
 
-        def begins(owner: Any, query: Any, layout: Any, intent: Any) -> None:
+        def begins(owner: Any, query: Any, layout: Any, intent: Any) -> Turns[None]:
             request = intent.cost.request
             self._may_end(lambda one: one.owner is owner and one.request == request)
-            begin(owner, query, layout, intent)
+            yield from begin(owner, query, layout, intent)
             kept = pins._by_owner.get(owner, {}).get(request)
             if intent.keep_s > 0 and kept is not None:
                 names = frozenset(kept.names)
@@ -85,7 +86,8 @@ class HandoverPromises:
             self._may_end(lambda one: next(iter(one.names)).startswith(prefix))
             clear(prefix)
 
-        pins.begin, pins.read, pins.release_owner, pins.clear = begins, reads, releases, clears
+        pins.begin_turns, pins.read = begins, reads
+        pins.release_owner, pins.clear = releases, clears
         tell = state.ram.watch
 
         def notes(what: str, entry: Entry) -> None:
