@@ -85,7 +85,8 @@ class Answers:
             return DEADLINE
         if self._ram.holds(gap.key):
             return BEING_WRITTEN
-        if self._computing.is_computed(gap.key, owner):
+        is_marked = search is not None and search.mark in search.places
+        if is_marked or self._computing.is_computed(gap.key, owner):
             return BEING_COMPUTED
         if search is not None and (why := search.unknown.get(gap.key) or search.silent):
             return why

@@ -28,7 +28,7 @@ _LATE = 1.5  # promises and estimates may be off by this factor
 class WaitEnd(StrEnum):
     """STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: later
     than promised. SLOWER: computing the rest is faster. CUT_SHORT: the caller waits no more. Of a
-    handover also DEADLINE, and ANNOUNCED or NOT_ANNOUNCED.
+    handover also DEADLINE, and ANNOUNCED or NOT_ANNOUNCED. ASK_AGAIN: peers may have more.
     """
 
     STORED = "stored"
@@ -39,10 +39,11 @@ class WaitEnd(StrEnum):
     DEADLINE = "deadline"
     ANNOUNCED = "announced"
     NOT_ANNOUNCED = "not announced"
+    ASK_AGAIN = "ask again"
 
     @property
     def is_futile(self) -> bool:
-        return self not in (WaitEnd.STORED, WaitEnd.ANNOUNCED)
+        return self not in (WaitEnd.STORED, WaitEnd.ANNOUNCED, WaitEnd.ASK_AGAIN)
 
 
 @dataclass(eq=False)
@@ -53,6 +54,7 @@ class Announcement:
     progress_s:   time of the last stored chunk, or of the announcement
     tails:        names, which come with the preceding chunk
     is_withdrawn: only chunks being written are left
+    mark:         the last chunk's name, if other hosts may wait for it
     """
 
     number: int
@@ -67,6 +69,7 @@ class Announcement:
     chunks: dict[bytes, "_Chunk"] = field(default_factory=dict)
     waits: "set[Wait]" = field(default_factory=set)
     is_withdrawn: bool = False
+    mark: bytes = b""
 
     def promised_s(self, cost: ComputeCost, last: int) -> float:
         step, begin = cost.step_tokens, self.start_tokens
@@ -111,13 +114,29 @@ class AnnouncementWait:
     longest_s: float
 
 
+@dataclass(frozen=True, eq=False)
+class PeerWait:
+    """Until peers are asked again (`peer_waits.py`)."""
+
+    began_s: float
+    longest_s: float
+
+
+AnyWait = Wait | AnnouncementWait | PeerWait
+
+
 class Computing:
     def __init__(
         self,
         ram: RamTier,
         metrics: Metrics,
         clock: Callable[[], float],
+        *,
+        has_peers: bool = False,
     ) -> None:
+        self.tell_peers: Callable[[bytes, bool], None] = lambda name, is_computed: None
+        """Called with the last chunk's name of a prompt for another engine."""
+        self._has_peers = has_peers
         self._ram = ram
         self._metrics = metrics
         self._clock = clock
@@ -181,6 +200,9 @@ class Computing:
         if not announcement.chunks:
             return False
         self._by_owner.setdefault(owner, {})[number] = announcement
+        if intent.keep_s > 0:
+            announcement.mark = next(reversed(announcement.chunks))
+            self.tell_peers(announcement.mark, True)
         self._has_news = self._has_news or self._num_expecting > 0
         self._metrics.add("kvhold_announced_chunks", len(announcement.chunks))
         return True
@@ -249,7 +271,8 @@ class Computing:
         wait = self._next_wait(owner, query, layout, hit_tokens, intent.cost)
         if handover is not None:
             if wait is None:
-                return None if waited_s else self._expect(query, layout, hit_tokens, handover)
+                is_first = not (waited_s or self._has_peers)
+                return self._expect(query, layout, hit_tokens, handover) if is_first else None
             wait.longest_s = handover.timeout_s - waited_s
         elif wait is None or not self._is_faster(wait):
             return None
@@ -314,9 +337,11 @@ class Computing:
     def expected_s(self, wait: Wait) -> float:
         return max(0.0, self._due_s(wait.announcement, wait.cost, wait.end_tokens) - self._clock())
 
-    def end_of(self, wait: Wait | AnnouncementWait) -> WaitEnd | None:
+    def end_of(self, wait: AnyWait) -> WaitEnd | None:
         """None: not over. Cheap."""
         waited_s = self._clock() - wait.began_s
+        if isinstance(wait, PeerWait):
+            return None if waited_s < wait.longest_s else WaitEnd.ASK_AGAIN
         if isinstance(wait, AnnouncementWait):
             return self._end_of_grace(wait, waited_s)
         if wait.is_broken:
@@ -341,10 +366,12 @@ class Computing:
             return WaitEnd.ANNOUNCED
         return None if waited_s < wait.longest_s else WaitEnd.NOT_ANNOUNCED
 
-    def leave(self, wait: Wait | AnnouncementWait, end: WaitEnd) -> None:
+    def leave(self, wait: AnyWait, end: WaitEnd) -> None:
+        if end is WaitEnd.ASK_AGAIN:
+            return
         if isinstance(wait, AnnouncementWait):
             self._num_expecting -= 1
-        else:
+        elif isinstance(wait, Wait):
             wait.announcement.waits.discard(wait)
         self._metrics.add("kvhold_waited_for_computing", result=end)
         self._metrics.add("kvhold_waited_for_computing_seconds", self._clock() - wait.began_s)
@@ -365,6 +392,8 @@ class Computing:
     def _forget(self, announcement: Announcement, name: bytes) -> None:
         del self._by_name[name]
         del announcement.chunks[name]
+        if name == announcement.mark:
+            self.tell_peers(name, False)
         if not announcement.chunks:
             held = self._by_owner[announcement.owner]
             del held[announcement.number]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, unless_short
-from kvhold.cache.computing import AnnouncementWait, Computing, Wait, WaitEnd
+from kvhold.cache.computing import AnyWait, Computing, Wait, WaitEnd
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.handover_pins import HandoverPins
 from kvhold.cache.index.hits import needed_chunks
@@ -21,6 +21,7 @@ from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.index.presence import Extent, FirstKeys, Prefix, Presence
 from kvhold.cache.leases import ClaimAnswer, Leases, Owner
+from kvhold.cache.peer_waits import PeerWaits
 from kvhold.cache.planner import Planner
 from kvhold.cache.query_limits import check_query
 from kvhold.cache.transfer.search import Search
@@ -60,7 +61,7 @@ class _Asked:
     intent: ComputeIntent | None
     trace: TraceContext
 
-    def search(self, wait: Wait | AnnouncementWait | None = None) -> Search:
+    def search(self, wait: AnyWait | None = None) -> Search:
         return Search(
             self.owner,
             self.query,
@@ -103,6 +104,7 @@ class Lookups:
         searches: Searches,
         planner: Planner,
         computing: Computing,
+        peer_waits: PeerWaits,
         handovers: HandoverPins,
         answers: Answers,
         values: ChunkValues,
@@ -121,6 +123,7 @@ class Lookups:
         self._searches = searches
         self._planner = planner
         self._computing = computing
+        self._peer_waits = peer_waits
         self._handovers = handovers
         self._answers = answers
         self._values = values
@@ -254,8 +257,10 @@ class Lookups:
         if wait is not None:
             return (yield from unless_short(asked.num_keys, self._search(looked, wait)))
         if self._is_worth_a_search(asked.query, looked.presence, extent):
-            declined = asked.cost is not None and not self._planner.pays(
-                asked.cost, asked.query, asked.layout, extent
+            declined = (
+                asked.cost is not None
+                and not self._peer_waits.has_some(asked.intent)
+                and not self._planner.pays(asked.cost, asked.query, asked.layout, extent)
             )
             if not declined:
                 return (yield from unless_short(asked.num_keys, self._search(looked)))
@@ -277,16 +282,15 @@ class Lookups:
             )
         return found
 
-    def _search(
-        self, looked: _Looked, wait: Wait | AnnouncementWait | None = None
-    ) -> Turns[Found | None]:
+    def _search(self, looked: _Looked, wait: AnyWait | None = None) -> Turns[Found | None]:
         number, asked = looked.number, looked.asked
         self._leases.promise(asked.owner, number)
-        yield from self._searches.begin_turns(number, asked.search(wait), looked.prefix)
+        search = self._peer_waits.marked(asked.search(wait))
+        yield from self._searches.begin_turns(number, search, looked.prefix)
         if looked.num_clears != self._ram.num_clears:
             self._forget_search(number, asked.owner)
             return None
-        if (search := self._searches.get(number)) is not None:
+        if self._searches.get(number) is search:
             search.missing = looked.missing
             self._note_wait(number, search)
         return (yield from self._refresh(number))
@@ -462,7 +466,7 @@ class Lookups:
             extent.num_tokens,
             search.intent,
             waited_s=search.waited_s,
-        )
+        ) or self._peer_waits.next(search, extent, self._waited_s(search))
         self._note_wait(ticket, search)
         return search.wait is not None
 
@@ -482,6 +486,7 @@ class Lookups:
     def _end_wait(self, search: Search, end: WaitEnd) -> None:
         assert search.wait is not None
         self._computing.leave(search.wait, end)
+        self._peer_waits.leave(search)
         search.wait = None
         search.futile += end.is_futile
         now_s = self._planner.clock()

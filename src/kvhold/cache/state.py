@@ -21,6 +21,7 @@ from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.leases import ClaimAnswer, Held, Leases, Owner
 from kvhold.cache.lookup import Lookups
+from kvhold.cache.peer_waits import PeerWaits
 from kvhold.cache.planner import Planner
 from kvhold.cache.prompt_clears import PromptClear, PromptClears
 from kvhold.cache.query_limits import check_query, check_span_queries
@@ -88,6 +89,7 @@ def new_state(
         ram,
         metrics,
         num_tiers=len(config.tiers),
+        has_peers=any("peers" in url.partition("://")[0] for url in config.tiers),
         write_behind_bytes=write_behind_bytes,
         event_buffer=config.event_buffer,
         stalled_after_s=config.node.reservation_timeout_s,
@@ -103,6 +105,7 @@ class CacheState:
         metrics: Metrics,
         *,
         num_tiers: int = 0,
+        has_peers: bool = False,
         write_behind_bytes: int = 0,
         event_buffer: int = 0,
         stalled_after_s: float = inf,
@@ -135,7 +138,7 @@ class CacheState:
             ram, give_command, run=self._chores.run, tenant_of=self.reencodings.tenant_of
         )
         self.uses = UseQueue(metrics, give_command)
-        self._computing = Computing(ram, metrics, lambda: self.planner.clock())
+        self._computing = Computing(ram, metrics, lambda: self.planner.clock(), has_peers=has_peers)
         ram.watch_lost = self._computing.not_stored
         self._handovers = HandoverPins(ram, metrics, pins, lambda: self.planner.clock())
         self._retains = Retains(ram, metrics, pins, lambda: self.planner.clock(), retained_bytes)
@@ -174,6 +177,7 @@ class CacheState:
             self._searches,
             self.planner,
             self._computing,
+            PeerWaits(metrics, lambda: self.planner.clock(), has_peers=has_peers),
             self._handovers,
             Answers(ram, self.planner, self._computing, self._evictions, has_tiers=self._has_tiers),
             ChunkValues(policy_for, self.planner.speeds),
@@ -408,6 +412,10 @@ class CacheState:
     def watch_chunks(self, tell: Callable[[str, Entry], None]) -> None:
         """tell: called with the reason of each change"""
         self._changes.watchers.append(tell)
+
+    def watch_computing(self, tell: Callable[[bytes, bool], None]) -> None:
+        """tell: called with names of prompts' last chunks, computed for other engines or not"""
+        self._computing.tell_peers = tell
 
     def layout_of(self, key: bytes) -> Layout | None:
         """Any thread."""

@@ -554,6 +554,10 @@ def place_suffix(group: int, shard: int) -> bytes:
     return (group | shard << 16).to_bytes(4, "little")
 
 
+HANDED_OVER = place_suffix(0xFFFF, 0xFFFF)
+"""Of a prompt's mark (`cache/peer_waits.py`), which is no chunk's key."""
+
+
 @dataclass(frozen=True)
 class KeyParts:
     namespace: bytes

@@ -8,6 +8,7 @@ from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.peer_source import PeerSource
 from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.config import ServePeersConfig
+from kvhold.core.keys import HANDED_OVER
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import ServedPeersStatus
 from kvhold.node.peer_feed import PeerFeed
@@ -52,6 +53,7 @@ class PeerThread:
         if loop is None:
             self._thread.start()
         state.watch_chunks(self._note)
+        state.watch_computing(self._note_computing)
 
     @property
     def address(self) -> str:
@@ -120,6 +122,9 @@ class PeerThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()
+
+    def _note_computing(self, name: bytes, is_computed: bool) -> None:
+        self.feed.note_on_disk(name + HANDED_OVER, int(is_computed))
 
     def _note(self, what: str, entry: Entry) -> None:
         self.feed.note(entry.key, entry.nbytes if what == ADMITTED else 0, entry.num_tokens)

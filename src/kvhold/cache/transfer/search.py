@@ -1,7 +1,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-from kvhold.cache.computing import AnnouncementWait, Wait
+from kvhold.cache.computing import AnyWait
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Presence
 from kvhold.cache.planner import Marks
@@ -33,6 +33,9 @@ class Search:
     wait:       for another engine's computing, before the probe
     futile:     number of vain waits
     trace:      the parent of its spans; empty: none
+    mark:       probed, too: a peer's engine computes the prompt; empty: not asked for
+    has_begun:  another engine was seen computing it
+    asks_peers: it has waited for peers
     """
 
     owner: Hashable
@@ -60,11 +63,14 @@ class Search:
     idle: bool = False
     missing: ExpectedChunk | None = None
     intent: ComputeIntent | None = None
-    wait: Wait | AnnouncementWait | None = None
+    wait: AnyWait | None = None
     futile: int = 0
     waited_s: float = 0.0
     is_announced: bool = False
     trace: TraceContext = ""
+    mark: bytes = b""
+    has_begun: bool = False
+    asks_peers: bool = False
 
     def __post_init__(self) -> None:
         self.forget_what_is_here()

@@ -127,7 +127,7 @@ class Searches:
         if self._searches.get(number) is not search:
             return
         if keys:
-            self._give_command(ProbeCommand(number, keys, search.trace))
+            self._give_command(_probe(number, search, keys))
         else:
             search.probing, search.requesting = False, True
             yield from self._request_turns(number, search)
@@ -157,7 +157,7 @@ class Searches:
             keys = yield from missing
             if keys and self._goes_on(number, search):
                 search.probing = True
-                self._give_command(ProbeCommand(number, keys, search.trace))
+                self._give_command(_probe(number, search, keys))
             elif self._goes_on(number, search):
                 yield from self._request_turns(number, search)
         finally:
@@ -494,6 +494,11 @@ def _sources(
             tokens[names[tier]] = tokens.get(names[tier], 0) + count
     in_ram = num_tokens - sum(tokens.values())
     return ({"ram": in_ram} if in_ram else {}) | tokens
+
+
+def _probe(number: int, search: Search, keys: list[bytes]) -> ProbeCommand:
+    # first: the mark goes after the last chunk has come
+    return ProbeCommand(number, [search.mark, *keys] if search.mark else keys, search.trace)
 
 
 def _parts(chunks: range, size: int) -> list[range]:
