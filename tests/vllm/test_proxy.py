@@ -1,6 +1,7 @@
 """Prefill and decode engines behind the proxy answer as one engine alone: two of each, on one node,
 with random requests, 8 at a time, some of whose clients leave. With each protocol the requests have
-another salt, so nothing is found that was handed over before.
+another salt, so nothing is found that was handed over before. The soak's own requests come last but
+one.
 """
 
 import http.client
@@ -19,6 +20,9 @@ import pytest
 from kvhold.core.config import ClientConfig
 from kvhold.node import NodeClient
 from kvhold.node.start import end_node
+from kvhold_lab.bench.soak.handover_requests import HandoverRequest, HandoverRequests
+from kvhold_lab.bench.soak.handovers import HandoverEngines
+from kvhold_lab.bench.soak.handovers import answer_all as answer_soak
 from kvhold_lab.engines.engine import options_for
 from kvhold_lab.engines.models import make_model
 from kvhold_lab.engines.openai_server import OpenAIServer
@@ -30,13 +34,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.alone]
 
 AT_ONCE = 8
 REQUESTS = 40
+SOAK_REQUESTS = 90
 MOST_TOKENS = 1_500
 MAX_TOKENS = 8
 PATIENT_S = 600.0
 CONNECTOR = {
     "kv_connector": "KVHoldConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"rules": {"wait_for_computing": True}},
+    "kv_connector_extra_config": {
+        "rules": {"wait_for_computing": True},
+        "client": {"handover_timeout_s": 10},
+    },
 }
 NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 
@@ -47,6 +55,7 @@ class Engines:
     prefill: list[OpenAIServer]
     decode: list[OpenAIServer]
     expected: list[list[int]]
+    soak_requests: list[HandoverRequest]
 
 
 def make_requests(
@@ -117,6 +126,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with OpenAIServer(options_for(model, **size)) as alone:
         [url] = urls([alone])
         expected = [send(url, path, body) for path, body in make_requests("alone")]
+        soak_requests = list(HandoverRequests(alone, seed=1).draw(SOAK_REQUESTS))
     options = options_for(model, kv_transfer_config=CONNECTOR, **size)
     environment = {"XDG_RUNTIME_DIR": str(folder), "KVHOLD_RAM_BYTES": "512MiB"}
     socket = folder / "kvhold" / "node.sock"
@@ -131,7 +141,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         with ThreadPoolExecutor(2) as starters:
             for started in [starters.submit(server.start, PATIENT_S) for server in servers]:
                 started.result()
-        yield Engines(socket, servers[:2], servers[2:], expected)
+        yield Engines(socket, servers[:2], servers[2:], expected, soak_requests)
 
 
 def urls(servers: list[OpenAIServer]) -> list[str]:
@@ -223,6 +233,19 @@ def test_messages_and_models_pass(engines: Engines) -> None:
         finally:
             connection.close()
         assert proxy.metrics()['kvhold_proxy_prefills_total{result="done"}'] == 1
+
+
+def test_clients_that_leave_in_all_stages_change_no_token_and_leave_nothing_held(
+    engines: Engines,
+) -> None:
+    """A short `kvhold bench soak handovers`."""
+    parts = HandoverEngines(engines.prefill, engines.decode, [engines.socket])
+    found = answer_soak(parts, engines.soak_requests)
+    assert found.passed, found
+    assert (found.requests, found.wrong, found.errors) == (SOAK_REQUESTS, 0, 0)
+    assert (found.held_bytes, found.held) == (0, {})
+    assert found.handed_over_tokens > 0
+    assert all(found.cancelled_in.values()), found.cancelled_in
 
 
 def test_no_request_fails_and_no_token_changes_when_engines_are_killed(engines: Engines) -> None:

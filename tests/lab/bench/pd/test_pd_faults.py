@@ -23,7 +23,7 @@ from kvhold_lab.bench.pd.faults import (
     judge,
 )
 from kvhold_lab.bench.pd.pair import wait_until
-from kvhold_lab.bench.pd.requests import PdRequest, is_sure, send, send_prefill, time_answer
+from kvhold_lab.bench.pd.requests import PdRequest, count_sure, send, send_prefill, time_answer
 from kvhold_lab.bench.pd.trials import TRIALS
 from kvhold_lab.engines.process import EngineFailed
 
@@ -120,15 +120,17 @@ class TestFaults:
 @pytest.mark.parametrize(
     ("top", "expected"),
     [
-        ([{"a": -0.1, "b": -2.0}, {"c": -1.0, "d": -1.1}], True),
-        ([{"a": -0.1, "b": -2.0}, {"c": -1.0, "d": -1.0005}], False),
-        ([{"b": -1.0005, "a": -3.0, "c": -1.0}], False),
-        ([{"a": -0.1}], False),
-        ([None], False),
+        ([{"a": -0.1, "b": -2.0}, {"c": -1.0, "d": -1.1}], 2),
+        ([{"a": -0.1, "b": -2.0}, {"c": -1.0, "d": -1.0005}, {"a": -0.1, "b": -2.0}], 1),
+        ([{"b": -1.0005, "a": -3.0, "c": -1.0}], 0),
+        ([{"a": -0.1}], 0),
+        ([None], 0),
     ],
 )
-def test_near_ties_are_not_sure(top: list[dict[str, float] | None], expected: bool) -> None:
-    assert is_sure(top) is expected
+def test_tokens_are_sure_before_the_first_near_tie(
+    top: list[dict[str, float] | None], expected: int
+) -> None:
+    assert count_sure(top) == expected
 
 
 def test_an_error_while_waiting_counts_as_not_yet() -> None:
@@ -232,6 +234,12 @@ class TestSend:
     def test_a_stream_that_is_cut_keeps_its_tokens(self, serve: Serve) -> None:
         answer = self.send(serve(answering(events(of_tokens(1)))), STREAMED)
         assert (answer.tokens, answer.error) == ([1], "cut short")
+
+    def test_a_client_that_leaves_has_the_tokens_until_then(self, serve: Serve) -> None:
+        server = serve(answering(events(of_tokens(1), of_tokens(2), of_tokens(3), "[DONE]")))
+        answer = send(server.url, WHOLE, "salt", deadline_s=30.0, leave_after=2)
+        assert (answer.tokens, answer.error) == ([1, 2], "")
+        assert server.bodies[0]["stream"]
 
     def test_an_error_in_a_stream_stays_one(self, serve: Serve) -> None:
         text = events(of_tokens(1), {"error": {"message": "gone"}}, "[DONE]")

@@ -78,14 +78,18 @@ class PdPair:
         held_prompts: int = AT_ONCE,
         shape: PdShape = ONE_EACH,
         second_host: SecondHost | None = None,
+        tokens_per_block: int | None = None,
+        chunk_tokens: int = 0,
     ) -> None:
         """folder:       keeps logs and sockets
         max_tokens:   of a prompt and its answer
         shape:        numbers of engines; the first is "the prefill engine"
+        chunk_tokens: of kvhold; 0: the default
         """
         self.system = system
         self._folder = Path(tempfile.mkdtemp(dir=folder))
         self._conditions = conditions
+        self._chunk_tokens = chunk_tokens
         self._second_host = second_host if conditions.two_nodes else None
         sockets = ("prefill", "decode") if conditions.two_nodes else ("node", "node")
         self._sockets = {
@@ -101,6 +105,7 @@ class PdPair:
                 max_model_len=length,
                 kv_cache_bytes=held_prompts * self._sequence_bytes,
                 num_threads=threads,
+                block_size=tokens_per_block,
                 kv_transfer_config=self._connector(role),
             )
             for role in ROLES
@@ -153,6 +158,13 @@ class PdPair:
         if self.system == KVHOLD:
             for socket in set(self._sockets.values()):
                 end_node(socket)
+
+    @property
+    def sockets(self) -> list[Path]:
+        return sorted(set(self._sockets.values()))
+
+    def servers(self, role: Role) -> list[OpenAIServer]:
+        return list(self._engines[role].values())
 
     def urls(self, role: Role) -> list[str]:
         return [f"http://{self._address(role)}:{port}" for port in self._ports[role]]
@@ -264,6 +276,7 @@ class PdPair:
             ram_bytes,
             idle_exit_s=_NODE_OUTLIVES_ENGINES_S,
             client={"handover_timeout_s": wait_s, "handover_grace_s": min(wait_s, 1.0)},
+            **({"tokens_per_chunk": self._chunk_tokens} if self._chunk_tokens else {}),
             **(self._peers(role) if self._conditions.two_nodes else {}),
         )
 

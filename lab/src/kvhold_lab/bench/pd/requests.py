@@ -39,6 +39,7 @@ class PdRequest:
 
     def body(self, salt: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
         body = _body(self.prompt) | {
+            "max_tokens": len(self.expected),
             "return_token_ids": True,
             "stream": self.number % 2 == 0,
             "cache_salt": salt,
@@ -61,8 +62,8 @@ def ask_alone(server: OpenAIServer, model: ModelInfo, count: int, *, seed: int) 
             break
         length = chance.randint(_LEAST_TOKENS, MOST_TOKENS)
         prompt = make_prompt(model.path, length, seed=seed + candidate)
-        tokens, is_sure = _answer_alone(server, prompt)
-        if is_sure:
+        tokens, num_sure = answer_alone(server, prompt)
+        if num_sure == len(tokens):
             made.append(PdRequest(len(made), prompt, tokens))
     if len(made) < count:
         raise EngineFailed(
@@ -71,9 +72,13 @@ def ask_alone(server: OpenAIServer, model: ModelInfo, count: int, *, seed: int) 
     return made
 
 
-def is_sure(top_logprobs: Sequence[Mapping[str, float] | None]) -> bool:
-    ranked = [sorted((position or {}).values(), reverse=True) for position in top_logprobs]
-    return all(len(values) > 1 and values[0] - values[1] >= _SURE for values in ranked)
+def count_sure(top_logprobs: Sequence[Mapping[str, float] | None]) -> int:
+    """Count the tokens before the first near tie."""
+    for at, position in enumerate(top_logprobs):
+        values = sorted((position or {}).values(), reverse=True)
+        if len(values) < 2 or values[0] - values[1] < _SURE:
+            return at
+    return len(top_logprobs)
 
 
 def send(
@@ -84,10 +89,13 @@ def send(
     deadline_s: float,
     params: Mapping[str, Any] | None = None,
     request_id: str = "",
+    leave_after: int = 0,
 ) -> PdAnswer:
-    """A failure is the answer's error."""
+    """A failure is the answer's error. leave_after: so many tokens of a stream; 0: not at all"""
     began, tokens, error = time.monotonic(), list[int](), ""
     body, patience_s = request.body(salt, params), _PATIENCE * deadline_s
+    if leave_after:
+        body["stream"] = True
     try:
         with closing(post(url, body, timeout_s=patience_s, request_id=request_id)) as connection:
             response = connection.getresponse()
@@ -98,6 +106,9 @@ def send(
                 error = "cut short"
                 for event in _events(response, until=began + patience_s):
                     error = _take(event, tokens, error)
+                    if leave_after and len(tokens) >= leave_after:
+                        error = ""
+                        break
             else:
                 tokens += json.loads(response.read())["choices"][0]["token_ids"]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as fault:
@@ -213,8 +224,15 @@ def _body(prompt: list[int]) -> dict[str, Any]:
     }
 
 
-def _answer_alone(server: OpenAIServer, prompt: list[int]) -> tuple[list[int], bool]:
+def answer_alone(
+    server: OpenAIServer, prompt: list[int], *, max_tokens: int = OUTPUT_TOKENS
+) -> tuple[list[int], int]:
+    """Return the answer, and how many of its tokens are before the first near tie.
+
+    Raises EngineFailed.
+    """
     body = _body(prompt) | {
+        "max_tokens": max_tokens,
         "return_token_ids": True,
         "logprobs": 2,
         "return_tokens_as_token_ids": True,
@@ -223,7 +241,7 @@ def _answer_alone(server: OpenAIServer, prompt: list[int]) -> tuple[list[int], b
     try:
         with closing(post(url, body, timeout_s=600.0)) as connection:
             choice = json.loads(connection.getresponse().read())["choices"][0]
-            return choice["token_ids"], is_sure(choice["logprobs"]["top_logprobs"])
+            return choice["token_ids"], count_sure(choice["logprobs"]["top_logprobs"])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as fault:
         raise EngineFailed(f"the engine alone did not answer: {fault!r}") from fault
 

@@ -123,6 +123,54 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
 
 
 @command.command()
+@click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 8))
+@click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 8))
+@click.option(
+    "--hosts",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 2),
+    help="2: the prefill engines are in a network namespace of their own (needs root).",
+)
+@click.option(
+    "--with-smaller", is_flag=True, help="Also with fewer of the engines: 1P1D and so on."
+)
+@click.option(
+    "--requests", default=2_000, show_default=True, help="Number of requests, of each shape."
+)
+@_seed
+@_json
+def handovers(
+    prefill: int,
+    decode: int,
+    hosts: int,
+    with_smaller: bool,
+    requests: int,
+    seed: int,
+    json_file: Path | None,
+) -> None:
+    """Send random requests to prefill and decode engines, and leave: are all tokens right?"""
+    with needing("vLLM and 'kvhold[lab]'"):
+        from kvhold_lab.bench.pd.faults import PdShape
+        from kvhold_lab.bench.second_host import NoSecondHost
+        from kvhold_lab.bench.soak import handovers as soak
+
+    def tell(text: str) -> None:
+        click.echo(text, err=True)
+
+    def run() -> soak.HandoverSoaks:
+        shape = PdShape(prefill, decode)
+        return soak.run(
+            requests, seed, shape=shape, hosts=hosts, with_smaller=with_smaller, say=tell
+        )
+
+    try:
+        _report(run, json_file)
+    except NoSecondHost as error:
+        raise click.ClickException(f"--hosts: {error}") from None
+
+
+@command.command()
 @click.option(
     "--seeds",
     default=2_000,
