@@ -1,5 +1,7 @@
 """Hand-overs between nodes that serve each other: one's client computes, the other's waits."""
 
+from functools import partial
+
 import pytest
 
 from kvhold.core.api import Hit
@@ -45,6 +47,10 @@ def refreshed(hit: Hit) -> Hit:
     return hit
 
 
+def has(hit: Hit, num_tokens: int) -> bool:
+    return refreshed(hit).num_tokens == num_tokens
+
+
 @pytest.mark.parametrize("namespace", [SPACE, WIDE], ids=["one group", "three groups"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["decode first", "prefill first"])
 def test_chunks_are_taken_while_others_are_computed(
@@ -62,7 +68,7 @@ def test_chunks_are_taken_while_others_are_computed(
         for num in range(1, NUM_CHUNKS):
             store(writer, prompt.until(16 * num))
             if namespace is SPACE:  # other groups need their last chunks
-                eventually(lambda num=num: refreshed(hit).num_tokens == 16 * num)
+                eventually(partial(has, hit, 16 * num))
             assert refreshed(hit).arriving
         # with the mark
         eventually(lambda: served(writer)["chunks"] == writer.status()["chunks"] + 1)
@@ -85,7 +91,7 @@ def test_a_wait_ends_with_the_computing(fleet: Fleet, how: str) -> None:
     computing = writer.lookup(prompt.query(), intent=PRODUCES, wait_s=0)
     with reader.lookup(prompt.query(), intent=awaits(grace_s=PATIENT_S), wait_s=0) as hit:
         store(writer, prompt.until(32))
-        eventually(lambda: refreshed(hit).num_tokens == 32)
+        eventually(partial(has, hit, 32))
         if how == "withdrawn":
             computing.close()
         elif how == "client gone":

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvhold.core.errors import KVHoldError
 
 _PREFIX = "kvb"
+_QUEUE = ("burst", "256kb", "latency", "50ms")
 
 
 class NoSecondHost(KVHoldError):
@@ -38,8 +39,8 @@ class SecondHost:
 
 
 @contextmanager
-def second_host() -> Iterator[SecondHost]:
-    """Raises NoSecondHost."""
+def second_host(mbit_s: float = 0) -> Iterator[SecondHost]:
+    """mbit_s: of the network, in each direction; 0: no limit. Raises NoSecondHost."""
     if shutil.which("ip") is None:
         raise NoSecondHost("the program ip is not installed here (apt-get install iproute2)")
     _remove_those_of_ended_runs()
@@ -54,10 +55,16 @@ def second_host() -> Iterator[SecondHost]:
         _run("-n", name, "addr", "add", f"{host.address}/24", "dev", there)
         for interface in ("lo", there):
             _run("-n", name, "link", "set", interface, "up")
+        if mbit_s:
+            limit = ("root", "tbf", "rate", f"{mbit_s}mbit", *_QUEUE)
+            _run("qdisc", "add", "dev", here, *limit, program="tc")
+            _run("-n", name, "qdisc", "add", "dev", there, *limit, program="tc")
         yield host
     finally:
-        with suppress(NoSecondHost):
-            _run("netns", "del", name)
+        # with its namespace, the link would go only later
+        for end in (("link", "del", here), ("netns", "del", name)):
+            with suppress(NoSecondHost):
+                _run(*end)
 
 
 def _remove_those_of_ended_runs() -> None:
@@ -70,9 +77,9 @@ def _remove_those_of_ended_runs() -> None:
                 _run("netns", "del", name)
 
 
-def _run(*arguments: str) -> None:
+def _run(*arguments: str, program: str = "ip") -> None:
     try:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+        subprocess.run([program, *arguments], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise NoSecondHost(

@@ -306,7 +306,7 @@ class TestLegs:
         (["--faults", "--deadline-s", "nan"], "--deadline-s"),
         (["--reuse", "100"], "--reuse"),
         (["--shape", "2P2D"], "add --faults"),
-        (["--two-hosts"], "add --faults"),
+        (["--wire-mbit-s", "9"], "add --two-hosts"),
         (["--faults", "--shape", "3P1D"], "'3P1D' is not one of"),
     ],
 )

@@ -68,6 +68,8 @@ def test_the_limit_is_the_prefill_alone_and_one_step() -> None:
     assert ours.limit_interval is not None
     assert ours.limit_interval[0] <= 3.2 / 3.1 <= ours.limit_interval[1]
     assert limit.ratio_to_limit == pytest.approx(3.0 / 3.1)
+    assert ours.later_s == pytest.approx(0.1)
+    assert limit.later_s == pytest.approx(-0.1)
 
 
 def test_the_time_between_tokens_beside_prefills_is_compared_with_that_alone() -> None:

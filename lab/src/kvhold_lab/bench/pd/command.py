@@ -44,8 +44,11 @@ if TYPE_CHECKING:
 @click.option(
     "--two-hosts",
     is_flag=True,
-    help="In faults with two nodes, the prefill engines are in a network namespace of their own "
-    "(needs root).",
+    help="The prefill engines are in a network namespace of their own (needs root); in faults, in "
+    "those with two nodes.",
+)
+@default_option(
+    "--wire-mbit-s", 0.0, "Rate of the network between two hosts; 0: no limit.", Number(0)
 )
 @default_option(
     "--deadline-s", 30.0, "Longest time of a request in a fault, with all its waits.", Number(0.1)
@@ -71,6 +74,7 @@ def command(
     requests: int,
     shape: str,
     two_hosts: bool,
+    wire_mbit_s: float,
     deadline_s: float,
     rounds: int,
     shares: tuple[int, ...],
@@ -89,8 +93,10 @@ def command(
     """
     if names and not is_faulty:
         raise click.UsageError("--fault chooses faults: add --faults")
-    if (shape != ONE_EACH.name or two_hosts) and not is_faulty:
-        raise click.UsageError("--shape and --two-hosts are for faults: add --faults")
+    if shape != ONE_EACH.name and not is_faulty:
+        raise click.UsageError("--shape is for faults: add --faults")
+    if wire_mbit_s and not two_hosts:
+        raise click.UsageError("--wire-mbit-s limits the network of two hosts: add --two-hosts")
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command runs real ones")
     from kvhold_lab.bench.pd.pair import why_no_nixl
@@ -106,7 +112,7 @@ def command(
     if is_faulty:
         trials = PdWork(make_model(model_size), requests, threads, deadline_s, seed, SHAPES[shape])
         try:
-            with second_host() if two_hosts else nullcontext() as host:
+            with second_host(wire_mbit_s) if two_hosts else nullcontext() as host:
                 trials = replace(trials, second_host=host)
                 is_right = _try_faults(trials, names or tuple(FAULTS), systems, json_file)
         except NoSecondHost as error:
@@ -119,7 +125,10 @@ def command(
     work = PdSpeedWork(make_model(model_size), tokens, rounds, sorted(set(shares)), threads)
     times = PdTimes()
     try:
-        measure(work, systems, times, click.echo)
+        with second_host(wire_mbit_s) if two_hosts else nullcontext() as host:
+            measure(replace(work, second_host=host), systems, times, click.echo)
+    except NoSecondHost as error:
+        raise click.ClickException(f"--two-hosts: {error}") from None
     except KeyboardInterrupt:
         if not times.cells:
             raise

@@ -2,7 +2,7 @@
 
 Each round has prompts of each share of reuse, one at a time, with a salt per system. "alone" and
 "prefill alone" are not cached. "prefills next door" is the decode engine alone, while the prefill
-engine computes other prompts.
+engine computes other prompts. On two hosts, both protocols are timed.
 """
 
 import random
@@ -21,16 +21,18 @@ from typing import Any
 import numpy as np
 
 from kvhold_lab.bench.engines import OutputsDiffer
-from kvhold_lab.bench.pd.faults import KVHOLD, NIXL, USUAL
+from kvhold_lab.bench.pd.faults import KVHOLD, NIXL, PdConditions, PdProtocol
 from kvhold_lab.bench.pd.pair import PdPair
 from kvhold_lab.bench.pd.requests import FOR_DECODER, TimedAnswer, post_prefill, time_answer
 from kvhold_lab.bench.ratios import Cell, ratio, shared
+from kvhold_lab.bench.second_host import SecondHost
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.prompts import make_prompt
 from kvhold_lab.servers.proxy import ProxyProcess
 
 ALONE, PREFILL_ALONE, LIMIT = "alone", "prefill alone", "limit"
 NEXT_DOOR = "prefills next door"
+KVHOLD_P2P = "kvhold, p2p"
 
 _OUTPUT_TOKENS = 32
 _HELD_PROMPTS = 8
@@ -49,6 +51,7 @@ class PdSpeedRow:
     limit_interval:     95 %
     itl_ratio_to_alone: of the time between tokens, with prefills next door; null: none
     itl_interval:       95 %
+    later_s:            than the limit, median
     """
 
     system: str
@@ -62,18 +65,22 @@ class PdSpeedRow:
     limit_interval: tuple[float, float] | None = None
     itl_ratio_to_alone: float | None = None
     itl_interval: tuple[float, float] | None = None
+    later_s: float | None = None
     requests: int = 0
 
 
 @dataclass(frozen=True)
 class PdSpeedWork:
-    """rounds: after one that does not count"""
+    """rounds:      after one that does not count
+    second_host: of the prefill engine
+    """
 
     model: ModelInfo
     num_tokens: int
     rounds: int
     shares: Sequence[int]
     threads: int
+    second_host: SecondHost | None = None
 
 
 @dataclass
@@ -107,7 +114,7 @@ def speed_rows(times: PdTimes) -> list[PdSpeedRow]:
     return [
         _row(times, reuse, system)
         for reuse in sorted({cell.reuse for cell in times.cells})
-        for system in (KVHOLD, NIXL, ALONE, PREFILL_ALONE, NEXT_DOOR)
+        for system in (KVHOLD, KVHOLD_P2P, NIXL, ALONE, PREFILL_ALONE, NEXT_DOOR)
         if any(cell.reuse == reuse and system in cell.seconds for cell in times.cells)
     ]
 
@@ -115,15 +122,16 @@ def speed_rows(times: PdTimes) -> list[PdSpeedRow]:
 def render(rows: Sequence[PdSpeedRow]) -> str:
     heading = (
         f"{'reuse':>5}  {'system':<18}  {'TTFT p50':>9}  {'p99':>9}  {'between tokens':>14}  "
-        f"{'to alone':>21}  {'to the limit':>21}  {'to nixl':>21}"
+        f"{'to alone':>21}  {'to the limit':>21}  {'later':>8}  {'to nixl':>21}"
     )
     lines = [heading]
     for row in rows:
         itl = f"{row.itl_p50_s:.4f} s" if row.itl_p50_s is not None else "-"
+        later = f"{row.later_s:.3f} s" if row.later_s is not None else "-"
         lines.append(
             f"{row.reuse:>3} %  {row.system:<18}  {row.ttft_p50_s:7.3f} s  {row.ttft_p99_s:7.3f} s"
             f"  {itl:>14}  {_shown(row.itl_ratio_to_alone, row.itl_interval):>21}"
-            f"  {_shown(row.ratio_to_limit, row.limit_interval):>21}"
+            f"  {_shown(row.ratio_to_limit, row.limit_interval):>21}  {later:>8}"
             f"  {_shown(row.ratio_to_nixl, row.interval):>21}"
         )
     return "\n".join(lines)
@@ -133,6 +141,7 @@ def measure(
     work: PdSpeedWork, systems: Sequence[str], times: PdTimes, say: Callable[[str], None]
 ) -> None:
     """Raises EngineFailed; OutputsDiffer."""
+    host = work.second_host
     with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as folder, ExitStack() as stack:
         asked: dict[str, Callable[[list[int], str], TimedAnswer]] = {}
         for system in systems:
@@ -142,22 +151,17 @@ def measure(
                     work.model,
                     Path(folder),
                     system,
-                    USUAL,
+                    PdConditions(two_nodes=host is not None),
                     threads=work.threads,
                     max_tokens=work.num_tokens + _OUTPUT_TOKENS,
                     held_prompts=_HELD_PROMPTS,
+                    second_host=host,
                 )
             )
-            proxy = stack.enter_context(
-                ProxyProcess(
-                    [pair.url("prefill")],
-                    [pair.url("decode")],
-                    KVHOLD_PROXY_PROTOCOL="nixl",
-                    KVHOLD_PROXY_PREFILL_TIMEOUT_S=str(_ANSWER_S),
-                )
-            )
-            asked[system] = _asking(proxy.url)
+            asked[system] = _asking(stack.enter_context(_proxy(pair, "nixl")).url)
             if system == KVHOLD:
+                if host is not None:
+                    asked[KVHOLD_P2P] = _asking(stack.enter_context(_proxy(pair, "p2p")).url)
                 asked[ALONE] = _asking(pair.url("decode"), params=_LEFT_ALONE)
                 asked[PREFILL_ALONE] = _asking(
                     pair.url("prefill"), params=_LEFT_ALONE, max_tokens=1
@@ -175,6 +179,16 @@ def measure(
                 if number:
                     times.add(reuse, work.num_tokens, answers)
             say(f"round {number} of {work.rounds}" if number else "warmed up")
+
+
+def _proxy(pair: PdPair, protocol: PdProtocol) -> ProxyProcess:
+    address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""  # kvhold's engines do not use it
+    return ProxyProcess(
+        [pair.url("prefill") + address],
+        [pair.url("decode")],
+        KVHOLD_PROXY_PROTOCOL=protocol,
+        KVHOLD_PROXY_PREFILL_TIMEOUT_S=str(_ANSWER_S),
+    )
 
 
 def _prompts(work: PdSpeedWork, number: int) -> Iterator[tuple[int, list[int]]]:
@@ -252,6 +266,7 @@ def _row(times: PdTimes, reuse: int, system: str) -> PdSpeedRow:
     to_nixl, nixl_interval = _ratio(cells, system, NIXL)
     to_limit, limit_interval = _ratio(cells, system, LIMIT)
     steps = [cell for cell in times.steps if cell.reuse == reuse]
+    later = [cell.seconds[system] - cell.seconds[LIMIT] for cell in cells if LIMIT in cell.seconds]
     to_alone, itl_interval = _ratio(steps, system, ALONE)
     return PdSpeedRow(
         system,
@@ -265,6 +280,7 @@ def _row(times: PdTimes, reuse: int, system: str) -> PdSpeedRow:
         limit_interval=limit_interval,
         itl_ratio_to_alone=to_alone,
         itl_interval=itl_interval,
+        later_s=median(later) if later else None,
         requests=len(seconds),
     )
 
