@@ -135,7 +135,7 @@ class OpenAIServer(Child):
             argv,
             log_path=self._log_path,
             environment=self._environment,
-            preloads=True,
+            preloads=not self._under,
         )
 
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
