@@ -54,7 +54,7 @@ class Announcement:
     progress_s:   time of the last stored chunk, or of the announcement
     tails:        names, which come with the preceding chunk
     is_withdrawn: only chunks being written are left
-    mark:         the last chunk's name, if other hosts may wait for it
+    mark:         the last chunk's name, for other hosts
     """
 
     number: int
@@ -135,7 +135,6 @@ class Computing:
         has_peers: bool = False,
     ) -> None:
         self.tell_peers: Callable[[bytes, bool], None] = lambda name, is_computed: None
-        """Called with the last chunk's name of a prompt for another engine."""
         self._has_peers = has_peers
         self._ram = ram
         self._metrics = metrics

@@ -80,7 +80,7 @@ class HandoverPins:
     def begin_turns(
         self, owner: Hashable, query: Query, layout: Layout, intent: ComputeIntent
     ) -> Turns[None]:
-        """Between two steps, the prompt may end, and others may take its share of memory."""
+        """The prompt may end between two steps."""
         if not intent.keep_s > 0:  # NaN, too
             return
         self.expire()

@@ -1,8 +1,4 @@
-"""Hand-overs from another host: a lookup asks the peers again, until all chunks have come.
-
-While an engine computes a prompt for another one, its node lists a mark among its chunks, which
-peers find like a chunk. No I/O.
-"""
+"""Lookups that wait for an engine of another host (docs/decisions/0037). No I/O."""
 
 from collections.abc import Callable
 
@@ -14,8 +10,8 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeIntent
 
 _LEAST_S = 0.005
-_PART = 0.02  # of the wait until now
-_KEY_S = 50e-6  # asking for a key takes some 3 us
+_PART = 0.02
+_KEY_S = 50e-6  # asking takes 3 us
 
 
 class PeerWaits:
@@ -28,7 +24,6 @@ class PeerWaits:
         return self._has_peers and intent is not None and intent.handover is not None
 
     def marked(self, search: Search) -> Search:
-        """With the mark of its prompt, if it may come from another host."""
         last = search.query.hashes[-HASH_BYTES:]
         if last and self.has_some(search.intent):
             search.mark = search.query.namespace + last + HANDED_OVER
@@ -39,7 +34,7 @@ class PeerWaits:
             search.has_begun, search.asks_peers = True, False
 
     def next(self, search: Search, extent: Extent, waited_s: float) -> PeerWait | None:
-        """None: all chunks have come, or will not come."""
+        """None: all chunks have come, or no more will."""
         handover = None if search.intent is None else search.intent.handover
         if handover is None or not search.mark:
             return None

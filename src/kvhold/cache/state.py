@@ -414,7 +414,7 @@ class CacheState:
         self._changes.watchers.append(tell)
 
     def watch_computing(self, tell: Callable[[bytes, bool], None]) -> None:
-        """tell: called with names of prompts' last chunks, computed for other engines or not"""
+        """tell: called when a prompt for another engine, named by its last chunk, begins or ends"""
         self._computing.tell_peers = tell
 
     def layout_of(self, key: bytes) -> Layout | None:

@@ -61,7 +61,7 @@ def second_host(mbit_s: float = 0) -> Iterator[SecondHost]:
             _run("-n", name, "qdisc", "add", "dev", there, *limit, program="tc")
         yield host
     finally:
-        # with its namespace, the link would go only later
+        # with its namespace, it goes later
         for end in (("link", "del", here), ("netns", "del", name)):
             with suppress(NoSecondHost):
                 _run(*end)

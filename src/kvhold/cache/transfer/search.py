@@ -33,7 +33,7 @@ class Search:
     wait:       for another engine's computing, before the probe
     futile:     number of vain waits
     trace:      the parent of its spans; empty: none
-    mark:       probed, too: a peer's engine computes the prompt; empty: not asked for
+    mark:       key; peers with it compute the prompt; empty: none
     has_begun:  another engine was seen computing it
     asks_peers: it has waited for peers
     """

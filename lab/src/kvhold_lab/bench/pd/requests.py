@@ -91,7 +91,7 @@ def send(
     request_id: str = "",
     leave_after: int = 0,
 ) -> PdAnswer:
-    """A failure is the answer's error. leave_after: so many tokens of a stream; 0: not at all"""
+    """A failure is the answer's error. leave_after: tokens of a stream; 0: never"""
     began, tokens, error = time.monotonic(), list[int](), ""
     body, patience_s = request.body(salt, params), _PATIENCE * deadline_s
     if leave_after:
@@ -227,10 +227,7 @@ def _body(prompt: list[int]) -> dict[str, Any]:
 def answer_alone(
     server: OpenAIServer, prompt: list[int], *, max_tokens: int = OUTPUT_TOKENS
 ) -> tuple[list[int], int]:
-    """Return the answer, and how many of its tokens are before the first near tie.
-
-    Raises EngineFailed.
-    """
+    """Return the answer and its `count_sure`. Raises EngineFailed."""
     body = _body(prompt) | {
         "max_tokens": max_tokens,
         "return_token_ids": True,

@@ -2,7 +2,7 @@
 
 Each round has prompts of each share of reuse, one at a time, with a salt per system. "alone" and
 "prefill alone" are not cached. "prefills next door" is the decode engine alone, while the prefill
-engine computes other prompts. On two hosts, both protocols are timed.
+engine computes other prompts.
 """
 
 import random
@@ -182,7 +182,7 @@ def measure(
 
 
 def _proxy(pair: PdPair, protocol: PdProtocol) -> ProxyProcess:
-    address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""  # kvhold's engines do not use it
+    address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""
     return ProxyProcess(
         [pair.url("prefill") + address],
         [pair.url("decode")],

@@ -1,4 +1,4 @@
-"""The requests of `kvhold bench soak handovers`, with the answers of one engine alone."""
+"""Requests for `handovers.py`, with the answers of one engine alone."""
 
 import random
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ BLOCK_TOKENS, CHUNK_TOKENS = 32, 64
 ASKED_AT_ONCE = 8
 _LEAVE_SHARE = 0.3
 _SHARED_SALTS = ("a", "b")
-_SHARED = 0.5  # of the requests may find what others have stored
+_SHARED = 0.5
 
 
 @dataclass(frozen=True)
 class HandoverRequest(PdRequest):
-    """leaves:      the client leaves in this stage
+    """leaves:      the client's stage then
     leave_share: of the stage
     """
 
@@ -35,7 +35,7 @@ class HandoverRequest(PdRequest):
 
     @property
     def leave_after(self) -> int:
-        """So many tokens, at least one; 0: the client stays until the end."""
+        """Tokens; 0: never."""
         if self.leaves != "decode":
             return 0
         return 1 + int(self.leave_share * (len(self.expected) - 1))
@@ -43,7 +43,6 @@ class HandoverRequest(PdRequest):
 
 class HandoverRequests:
     def __init__(self, server: OpenAIServer, seed: int) -> None:
-        """server: one engine alone"""
         self._server = server
         self._chance = random.Random(seed)
         shape = TextShape(BLOCK_TOKENS, CHUNK_TOKENS, LONGEST_PROMPT)

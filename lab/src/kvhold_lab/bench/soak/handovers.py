@@ -1,7 +1,6 @@
-"""Random requests of prefill and decode engines behind `kvhold proxy`, a third with each protocol.
+"""Random requests behind `kvhold proxy`, a third with each protocol. Clients leave in all stages.
 
-Clients leave in all stages. Each answer must equal that of one engine alone, up to the first near
-tie, and nothing may be held at the end.
+Answers are compared up to the first near tie.
 """
 
 import os
@@ -63,10 +62,9 @@ _STAGES_OF_PROXY = {"before": "queued", "prefill": "prefill", "decode": "decode"
 class HandoverSoak:
     """wrong, errors, held_bytes and held must be 0 or empty.
 
-    cancelled_in:       by stage, as the proxy saw it; between: after the prefill part
+    cancelled_in:       by stage that the proxy saw
     handed_over_tokens: loaded by the decode engines
-    held_bytes:         by the proxies, and of used memory if chunks are pinned, at the end
-    held:               by kind, at the end
+    held_bytes:         at the end, by proxies; with `held`, also the nodes' memory
     """
 
     prefill: int
@@ -93,8 +91,6 @@ class HandoverSoaks:
 
 @dataclass(frozen=True)
 class HandoverEngines:
-    """sockets: of their nodes"""
-
     prefill: Sequence[OpenAIServer]
     decode: Sequence[OpenAIServer]
     sockets: Sequence[Path]
@@ -104,7 +100,6 @@ class HandoverEngines:
         return sum(int(engine.metric(_LOADED)) for engine in self.decode)
 
     def held(self) -> dict[str, int]:
-        """By nodes, and engines whose blocks are used."""
         held = Counter(count_held(map(_status, self.sockets)))
         for engine in (*self.prefill, *self.decode):
             held["engines with blocks in use"] += engine.metric(_USED_BLOCKS) > 0
@@ -175,7 +170,7 @@ def answer_all(
     for number, protocol in enumerate(PROTOCOLS):
         part = requests[number :: len(PROTOCOLS)]
         say(f"{len(part)} requests with {protocol} ...")
-        address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""  # kvhold's engines do not use it
+        address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""
         running = -(-_RUNNING // len(engines.decode))
         with ProxyProcess(
             [_url(engine) + address for engine in engines.prefill],
@@ -276,7 +271,6 @@ class _Sender:
         return answer
 
     def _leave_early(self, request: HandoverRequest) -> PdAnswer:
-        """At once, while others are before it in the queue; or during the prefill."""
         try:
             body = request.body(request.salt)
             with closing(post(self._url, body, timeout_s=_DEADLINE_S)):
@@ -288,7 +282,7 @@ class _Sender:
         return PdAnswer(request.number, [], 0.0)
 
     def _send_first_part(self, request: HandoverRequest) -> PdAnswer:
-        """The client is gone after the prefill part, or with the decode part on its way."""
+        """The decode part is not sent, or not awaited."""
         number = next(self._numbers)
         prefill = self._engines.prefill[number % len(self._engines.prefill)]
         decode = self._engines.decode[number % len(self._engines.decode)]
