@@ -245,7 +245,8 @@ def test_clients_that_leave_in_all_stages_change_no_token_and_leave_nothing_held
     assert (found.requests, found.wrong, found.errors) == (SOAK_REQUESTS, 0, 0)
     assert (found.held_bytes, found.held) == (0, {})
     assert found.handed_over_tokens > 0
-    assert all(found.cancelled_in.values()), found.cancelled_in
+    stages = found.cancelled_in
+    assert min(stages["queued"] + stages["prefill"], stages["between"], stages["decode"]) > 0
 
 
 def test_no_request_fails_and_no_token_changes_when_engines_are_killed(engines: Engines) -> None:
