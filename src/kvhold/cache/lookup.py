@@ -487,10 +487,10 @@ class Lookups:
         assert search.wait is not None
         self._computing.leave(search.wait, end)
         self._peer_waits.leave(search)
-        search.wait = None
+        began_s, search.wait = min(search.began_s, search.wait.began_s), None
         search.futile += end.is_futile
         now_s = self._planner.clock()
-        search.waited_s, search.began_s = search.waited_s + now_s - search.began_s, now_s
+        search.waited_s, search.began_s = search.waited_s + now_s - began_s, now_s
 
     def _announce(self, ticket: int, search: Search, extent: Extent) -> None:
         search.is_announced = self._computing.announce(
