@@ -14,15 +14,19 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig
 
-from kvhold.core.api import Cache
+from kvhold.blend.selection import BlendPlan, StoredSpan
+from kvhold.blend.spans import Span, span_prompt
+from kvhold.core.api import Cache, Hit
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import ConfigError, DeviceError, KVHoldError, LayoutError
 from kvhold.core.holdings import ABSENT, Lease
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import RequestRules, check_tags, request_rules
+from kvhold.integrations.transformers.blending import Blender
 from kvhold.integrations.transformers.calls import AsIs, GenerateCall, forward_call, generate_call
 from kvhold.integrations.transformers.geometry import CacheGeometry, geometry_of
 from kvhold.integrations.transformers.identity import Identity
+from kvhold.integrations.transformers.marked import Blend
 from kvhold.integrations.versions import warn_if_untested
 from kvhold.memory.copier import Copier, Piece, Transfer, wait_for
 from kvhold.memory.copy import warm_up
@@ -37,17 +41,20 @@ log = logging.getLogger(__name__)
 class ReuseResult:
     """The result of one call, in tokens over all rows.
 
-    reason: why the cache was not fully used; empty if it was
+    num_loaded:  with exact KV
+    num_blended: of spans, with KV that is not exact
+    reason:      why the cache was not fully used; empty if it was
     """
 
     num_tokens: int = 0
     num_loaded: int = 0
     num_stored: int = 0
     reason: str = ""
+    num_blended: int = 0
 
     @property
     def num_computed(self) -> int:
-        return self.num_tokens - self.num_loaded
+        return self.num_tokens - self.num_loaded - self.num_blended
 
 
 @dataclass
@@ -61,8 +68,11 @@ class _Work:
     prompts: list[Prompt]
     known: list[int]
     kv: DynamicCache
+    spans: tuple[Span, ...] = ()
     num_loaded: int = 0
     num_stored: int = 0
+    num_blended: int = 0
+    is_blended: bool = False
     reason: str = ""
 
     def result(self) -> ReuseResult:
@@ -71,7 +81,38 @@ class _Work:
             self.num_loaded,
             self.num_stored,
             self.reason,
+            self.num_blended,
         )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The tokens of a span that are neither exact nor the last ones."""
+
+    span: Span
+    num_exact: int
+    most: int
+
+    @property
+    def skip(self) -> int:
+        return max(0, self.num_exact - self.span.start)
+
+    @property
+    def end(self) -> int:
+        return min(self.span.end, self.most) - self.span.start
+
+    def stored(self, end: int) -> list[StoredSpan]:
+        start = self.span.start
+        if self.skip >= end:
+            return []
+        return [StoredSpan(start + self.skip, start + end, stored_from=self.skip)]
+
+    def copy(self, alone: DynamicCache, kv: DynamicCache) -> None:
+        source = slice(self.skip, self.end)
+        target = slice(self.span.start + self.skip, self.span.start + self.end)
+        for ours, theirs in zip(kv.layers, alone.layers, strict=True):
+            ours.keys[:, :, target] = theirs.keys[:, :, source]
+            ours.values[:, :, target] = theirs.values[:, :, source]
 
 
 class Reuse:
@@ -86,6 +127,7 @@ class Reuse:
         model_id: str = "",
         cache_salt: str = "",
         store_generated: bool = False,
+        blend: Blend | None = None,
     ) -> None:
         """Inspect the model: four tokens go through it, and its weights are read once.
 
@@ -94,6 +136,7 @@ class Reuse:
         model_id: a name for weights and adapters, which are then not read
         cache_salt: separates callers
         store_generated: store generated tokens, too
+        blend: reuse KV of marked spans wherever they stand; not exact
 
         Raises LayoutError for an unproven model, ConfigError for unreadable weights.
         """
@@ -121,6 +164,8 @@ class Reuse:
         self._copier: Copier
         self._geometry = self._look()
         self._identity.namespace(self._geometry.layout)
+        self._blend = blend
+        self._blender = None if blend is None else Blender(model, self._geometry)
 
     @property
     def rules(self) -> RequestRules:
@@ -135,8 +180,15 @@ class Reuse:
     def generate(
         self, inputs: Any = None, generation_config: GenerationConfig | None = None, **options: Any
     ) -> Any:
-        """Call `model.generate(inputs, ...)` with cached KV. inputs: [rows, tokens]"""
-        work = self._begin(generate_call(self.model, inputs, generation_config, options))
+        """Call `model.generate(inputs, ...)` with cached KV.
+
+        inputs: [rows, tokens]
+        spans:  pairs of first token and end, for `blend`
+
+        Raises ValueError: spans that make no sense.
+        """
+        marks = options.pop("spans", None)
+        work = self._begin(generate_call(self.model, inputs, generation_config, options), marks)
         if work is None:
             return self.model.generate(inputs, generation_config=generation_config, **options)
         others = {
@@ -159,11 +211,13 @@ class Reuse:
         """Call `model(input_ids, use_cache=True, **options)` with cached KV, without gradients.
 
         input_ids: [rows, tokens]
+        spans:     as for `generate`
 
         The output has the logits of the computed tokens, or of the last n with `logits_to_keep=n`;
         0 loads nothing.
         """
-        work = self._begin(forward_call(self.model, input_ids, options))
+        marks = options.pop("spans", None)
+        work = self._begin(forward_call(self.model, input_ids, options), marks)
         if work is None:
             return self.model(input_ids=input_ids, **{"use_cache": True} | options)
         rest = input_ids[:, work.kv.get_seq_length() :]
@@ -174,12 +228,16 @@ class Reuse:
         self._finish(work)
         return output
 
-    def _begin(self, call: GenerateCall | AsIs) -> _Work | None:
+    def _begin(self, call: GenerateCall | AsIs, marks: Any) -> _Work | None:
+        if marks is not None and self._blend is None:
+            raise ValueError("spans are given, but no blend; use Reuse(model, cache, blend=...)")
         work = self._named(call) if isinstance(call, GenerateCall) else call
         if isinstance(work, AsIs):
             self._note(logging.INFO, f"not served, the model is called as it is: {work.reason}")
             self.last = ReuseResult(reason=work.reason)
             return None
+        if self._blend is not None:
+            work.spans = self._blend.spans(work.call, marks)
         try:
             self._load(work)
         except (KVHoldError, ValueError) as error:
@@ -209,38 +267,102 @@ class Reuse:
             ]
             work.known = [hit.num_tokens for hit in hits]
             num_tokens = min(work.call.most, *work.known)
-            if not num_tokens:
+            spans = [_Part(span, num_tokens, work.call.most) for span in work.spans]
+            spans = [part for part in spans if part.skip < part.end]
+            if not num_tokens and not spans:
                 return
-            kv = work.geometry.allocated(len(hits), num_tokens)
+            kv = work.geometry.allocated(len(hits), work.call.most if spans else num_tokens)
             view = work.geometry.view(kv)
-            transfers: list[Transfer] = []
-            try:
-                for row, hit in enumerate(hits):
-                    lease = self.cache.claim(hit.ticket)
-                    if lease is None:
-                        raise KVHoldError("the hit was lost before it was claimed")
-                    transfers.append(self._fill_row(view, row, held.enter_context(lease)))
-            finally:
-                wait_for(transfers)
+            firsts = range(0, len(hits) * view.rows_per_block, view.rows_per_block)
+            self._fill(
+                view, [(first, 0, num_tokens, hit) for first, hit in zip(firsts, hits, strict=True)]
+            )
+        if spans:
+            work.is_blended = True
+            work.num_blended = self._blend_spans(work, kv, spans, num_tokens)
         kv.batch_repeat_interleave(work.call.expand)
         work.kv, work.num_loaded = kv, num_tokens * len(hits)
 
-    def _fill_row(self, view: View, row: int, lease: Lease) -> Transfer:
+    def _fill(self, view: View, parts: list[tuple[int, int, int, Hit]]) -> None:
+        """parts: the slot of a hit's first token; its tokens from the second to before the third
+        number are loaded
+        """
+        transfers: list[Transfer] = []
+        with ExitStack() as held:
+            try:
+                for first, skip, end, hit in parts:
+                    if skip >= end:
+                        continue
+                    lease = self.cache.claim(hit.ticket)
+                    if lease is None:
+                        raise KVHoldError("the hit was lost before it was claimed")
+                    held.enter_context(lease)
+                    transfers.append(self._fill_part(view, first, skip, end, lease))
+            finally:
+                wait_for(transfers)
+
+    def _fill_part(self, view: View, first: int, skip: int, end: int, lease: Lease) -> Transfer:
         places = lease.chunks()
         if (places.offsets == ABSENT).any():
             raise KVHoldError(
                 f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks"
             )
-        position = np.arange(int(places.num_tokens.sum()), dtype=np.int64)
-        slots = np.where(position < view.rows_per_block, row * view.rows_per_block + position, -1)
+        token = np.arange(int(places.num_tokens.sum()), dtype=np.int64)
+        slots = np.where((skip <= token) & (token < end), first + token, -1)
         return self._copier.scatter(
             [Piece(view, slots, lease.buffer, places, "slots")], after=self._copier.mark()
         )
 
+    def _blend_spans(
+        self, work: _Work, kv: DynamicCache, parts: list[_Part], num_exact: int
+    ) -> int:
+        """Return the number of tokens whose KV is not exact. Missing spans are computed alone, as
+        if each were a prompt, so that no span has another text's content.
+        """
+        assert self._blend is not None and self._blender is not None
+        prompts = [span_prompt(work.prompts[0], part.span) for part in parts]
+        view, stored, missing = work.geometry.view(kv), list[StoredSpan](), list[tuple[int, int]]()
+        with self.cache.spans([prompt.query() for prompt in prompts]) as found:
+            hits = {held.number: held.hit for held in found}
+            fills = []
+            for number, part in enumerate(parts):
+                hit = hits.get(number)
+                known = hit.num_tokens if hit is not None else 0
+                if hit is None or known < part.span.num_tokens - 1:
+                    missing.append((number, known))
+                    continue
+                end = min(part.end, known)
+                fills.append((part.span.start, part.skip, end, hit))
+                stored += part.stored(end)
+            self._fill(view, fills)
+        for number, known in missing:
+            part = parts[number]
+            alone = self._compute_alone(work, part.span)
+            part.copy(alone, kv)
+            if self.rules.store:
+                work.num_stored += self._store(work.geometry.view(alone), 0, prompts[number], known)
+            stored += part.stored(part.end)
+        plan = BlendPlan(work.call.most, tuple(sorted(stored, key=_start)), num_exact)
+        blended = self._blender.prefill(
+            work.call.input_ids[:, : work.call.most], kv, plan, self._blend.selector
+        )
+        return blended.num_reused
+
+    def _compute_alone(self, work: _Work, span: Span) -> DynamicCache:
+        kv = work.geometry.empty()
+        with torch.no_grad():
+            self.model(
+                input_ids=work.call.input_ids[:, span.start : span.end],
+                past_key_values=kv,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return kv
+
     def _finish(self, work: _Work, sequences: Any = None) -> None:
         """sequences: [rows * expand, tokens], the output of `generate`."""
-        if work.reason or not self.rules.store:
-            return
+        if work.reason or not self.rules.store or work.is_blended:
+            return  # what follows a blended span is not exact
         try:
             view = _filled(work)
             for row, prompt in enumerate(work.prompts):
@@ -335,6 +457,10 @@ class Reuse:
     def _note(self, level: int, text: str) -> None:
         log.log(logging.DEBUG if text == self._noted else level, "kvhold: %s", text)
         self._noted = text
+
+
+def _start(span: StoredSpan) -> int:
+    return span.start
 
 
 def _filled(work: _Work) -> View:
