@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kvhold_lab.bench.blend.command import command as blend
 from kvhold_lab.bench.compare.command import command as compare
 from kvhold_lab.bench.compare.command import vllm
 from kvhold_lab.bench.compare_engines.command import command as compare_engines
@@ -329,6 +330,7 @@ def peers(rounds: int, chunks: int, json_file: Path | None) -> None:
         click.echo(f"there is no row for NIXL: {MISSING}")
 
 
+command.add_command(blend, "blend")
 command.add_command(compare, "compare")
 command.add_command(compare_engines, "compare-engines")
 command.add_command(fleet, "fleet")
