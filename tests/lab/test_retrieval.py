@@ -86,9 +86,9 @@ def test_records_that_do_not_fit_are_refused() -> None:
 
 def test_training_repeats_itself(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from kvhold_lab.retrieval.training import Phase, train
+    from kvhold_lab.retrieval.training import TrainingPhase, train
 
-    phases = (Phase(2, 2, 8, 9, 2, 64),)
+    phases = (TrainingPhase(2, 2, 8, 9, 2, 64),)
     said: list[str] = []
     written = []
     for name in ("one", "other"):

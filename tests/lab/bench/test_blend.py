@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from kvhold_lab.bench.blend.arms import f1
 from kvhold_lab.bench.command import command
-from kvhold_lab.retrieval.training import Phase, train
+from kvhold_lab.retrieval.training import TrainingPhase, train
 
 FIELDS = {
     "engine",
@@ -31,7 +31,7 @@ OPTIONS = ("--tokens", "200", "--prompts", "6")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    train(folder, (Phase(2, 2, 8, 9, 2, 64),), lambda said: None)
+    train(folder, (TrainingPhase(2, 2, 8, 9, 2, 64),), lambda said: None)
     return folder
 
 

@@ -32,7 +32,7 @@ MAX_TOKENS = 8_192
 
 
 @dataclass(frozen=True)
-class Phase:
+class TrainingPhase:
     """Steps with batches of `rows` prompts of one random length; prompts end before `reach`."""
 
     steps: int
@@ -44,17 +44,17 @@ class Phase:
 
 
 PHASES = (
-    Phase(60, 24, 8, 16, 6, 256),
-    Phase(80, 12, 20, 40, 8, 1_024),
-    Phase(80, 4, 60, 140, 10, 4_500),
-    Phase(12, 1, 700, 800, 24, 4_500),
+    TrainingPhase(60, 24, 8, 16, 6, 256),
+    TrainingPhase(80, 12, 20, 40, 8, 1_024),
+    TrainingPhase(80, 4, 60, 140, 10, 4_500),
+    TrainingPhase(12, 1, 700, 800, 24, 4_500),
 )
 _PEAK_RATE, _WARM_UP_STEPS, _LAST_RATE = 1.5e-3, 20, 0.03
 _RESOLVE_WEIGHT = 0.5
 
 
 def train(
-    folder: Path, phases: Sequence[Phase] = PHASES, say: Callable[[str], object] = print
+    folder: Path, phases: Sequence[TrainingPhase] = PHASES, say: Callable[[str], object] = print
 ) -> None:
     """Write the model's files."""
     import torch
@@ -96,13 +96,13 @@ class _Batch:
     is_use: Any
 
 
-def _batch(rng: np.random.Generator, phase: Phase) -> _Batch:
+def _batch(rng: np.random.Generator, phase: TrainingPhase) -> _Batch:
     shape = Shape.of(int(rng.integers(phase.shortest, phase.longest + 1)))
     rows = [_row(rng, phase, shape) for _ in range(phase.rows)]
     return _Batch(*(np.stack(parts) for parts in zip(*rows, strict=True)))
 
 
-def _row(rng: np.random.Generator, phase: Phase, shape: Shape) -> tuple[Any, ...]:
+def _row(rng: np.random.Generator, phase: TrainingPhase, shape: Shape) -> tuple[Any, ...]:
     exercise = draw(rng, shape, phase.questions)
     tokens = np.concatenate([exercise.documents.ravel(), exercise.questions.ravel()])
     labels = np.full_like(exercise.questions, NO_LABEL)
