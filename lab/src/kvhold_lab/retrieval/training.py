@@ -1,7 +1,7 @@
-"""Train a small Llama (RoPE, grouped heads) to answer `language`'s questions, on two cores.
+"""Train a small Llama (RoPE, grouped heads) to answer `language`'s questions, in some three minutes
+of one core. The same seed and machine give the same weights.
 
-Documents stand at random distances, so that short ones teach long prompts. The same seed and
-machine give the same weights.
+Documents stand at random distances, so that short ones teach long prompts.
 """
 
 import math
