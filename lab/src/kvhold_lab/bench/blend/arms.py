@@ -42,7 +42,7 @@ def arms(layers: int) -> dict[str, BlendArm]:
         "unturned": BlendArm(NoSelection(), is_turned=False),
         "none": BlendArm(NoSelection()),
     }
-    for percent in (5, 10, 15, 20):
+    for percent in (5, 10, 15, 19):
         budget = Budget(ratio=percent / 100)
         found[f"first-{percent}"] = BlendArm(FirstTokensSelector(budget))
         for check in range(1, min(3, layers)):
