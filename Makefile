@@ -11,7 +11,7 @@ stage = @printf '\n=== %s ===\n' '$(1)'
 timed = @$(BIN)/python tools/stages.py run '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test begin checks static parts engines lint docs kernels unit tiers vllm sglang coverage compat faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
+.PHONY: help setup servers demo test begin checks static parts engines lint docs kernels compiled unit tiers vllm sglang coverage compat faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -47,7 +47,7 @@ checks: setup
 	$(call beside,static simulation,servers)
 
 static: setup # mypy has one core, the documentation and then the compilers have the other
-	$(call beside,lint,docs kernels)
+	$(call beside,lint,docs kernels compiled)
 
 # Engines wait for each other and for their nodes, so cores are free.
 engines: setup servers
@@ -78,6 +78,10 @@ docs: setup ## build the documentation into site/
 kernels: setup
 	$(call stage,kernels)
 	$(call timed,kernels) $(BIN)/python tools/compile_kernels.py
+
+compiled: setup # bytecode of the tests and their libraries: otherwise each worker makes it for itself
+	$(call stage,compiling the tests)
+	$(call timed,compiling the tests) $(BIN)/python -m pytest --collect-only -qqq -p no:xdist -p no:cacheprovider -m 'not vllm and not sglang'
 
 unit: kernels ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,pytest: units)
