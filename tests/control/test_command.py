@@ -192,7 +192,7 @@ def test_a_prompt_is_moved_to_a_tier(
     store(client, prompt)
     order = ("move", SPACE.digest.hex()[:9], "--tokens", write_tokens(tmp_path, tokens_of(prompt)))
     done = run_kvhold(*order, "--tier", "disk", "--socket", str(node.path))
-    assert "tier disk has 4 chunks" in done.stdout and "4 left memory" in done.stdout, done.stderr
+    assert "disk has 4 chunks" in done.stdout and "4 left memory" in done.stdout, done.stderr
     assert client.status()["chunks"] == 0
 
 

@@ -398,6 +398,9 @@ class CacheState:
         self.ram.limits = limits
         self._chores.add(self.ram.shrink())
 
+    def run(self, turns: Turns[None], num_keys: int) -> None:
+        self._chores.run(turns, num_keys)
+
     def step(self, units: int | None = None) -> bool:
         return self._chores.step(self.turn_units if units is None else units, self.turn_s)
 

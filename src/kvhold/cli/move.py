@@ -15,7 +15,12 @@ from kvhold.core.sizes import format_size
 @click.command()
 @click.argument("namespace")
 @prompt_options
-@click.option("--tier", required=True, help="Name of the tier, as in `kvhold status`.")
+@click.option(
+    "--tier",
+    "--to",
+    required=True,
+    help="A tier's name, as in `kvhold status`; or host: and a peer's, as in `kvhold peers`.",
+)
 @click.option("--copy", is_flag=True, help="Keep the KV in memory, too.")
 @socket_option
 @json_option
@@ -29,7 +34,7 @@ def command(
     socket: str | None,
     as_json: bool,
 ) -> None:
-    """Move a prompt's KV from memory to a tier. Return when it is done.
+    """Move a prompt's KV from memory to a tier or a peer. Return when it is done.
 
     NAMESPACE is its digest from `kvhold names`, or the first digits. KV in use stays in memory.
     """
@@ -41,13 +46,13 @@ def command(
         progress = copying.wait()
     click.echo(json.dumps(asdict(progress), indent=2) if as_json else _describe(progress, tier))
     if progress.stopped or progress.failed:
-        why = progress.stopped or f"tier {tier} did not take {progress.failed} chunks"
+        why = progress.stopped or f"{tier} did not take {progress.failed} chunks"
         click.echo(f"kvhold: not all was copied: {why}", err=True)
         sys.exit(1)
 
 
 def _describe(progress: CopyProgress, tier: str) -> str:
     return (
-        f"tier {tier} has {progress.copied} chunks of the prompt ({format_size(progress.bytes)}); "
+        f"{tier} has {progress.copied} chunks of the prompt ({format_size(progress.bytes)}); "
         f"{progress.dropped} left memory"
     )

@@ -87,10 +87,11 @@ class LMCacheCompress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LMCacheMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt to move from memory to a tier: each position is an instance and a location.
+    """A prompt to move from memory to a tier or a peer. A position: an instance and a location.
 
     old_position: a namespace, and LocalCPUBackend
-    new_position: the same namespace, and a tier's name; LocalDiskBackend: the only one on a disk
+    new_position: the same namespace, and a tier's name; LocalDiskBackend: the only one on a disk.
+                  Or the namespace, @ and a peer's name, and LocalCPUBackend
     tokens:       the prompt's
     copy:         memory keeps it
     """
@@ -206,11 +207,15 @@ async def lmcache_decompress(api: ControlApi, order: LMCacheCompress) -> LMCache
 
 async def lmcache_move(api: ControlApi, order: LMCacheMove) -> LMCacheTokens:
     instance, location = order.old_position
-    if order.new_position[0] != instance:
+    new_instance, _, peer = order.new_position[0].partition("@")
+    new_location = order.new_position[1]
+    if new_instance != instance:
         raise _refused("new_position has another instance: a prompt stays in its namespace")
     if location not in _MEMORY:
         raise _refused(f"location {location[:40]!r}: prompts are moved from {_MEMORY[0]}")
-    tier = await _tier_of(api, order.new_position[1])
+    if peer and new_location not in _MEMORY:
+        raise _refused(f"location {new_location[:40]!r}: peers take prompts in {_MEMORY[0]}")
+    tier = f"host:{peer}" if peer else await _tier_of(api, new_location)
     job = await api.move(MoveOrder(instance, order.tokens, tier=tier, copy=order.copy))
     return {"event_id": f"move-{job['number']}", "num_tokens": 0}
 
@@ -364,7 +369,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/move",
         ControlRole.OPERATE,
-        "As LMCache: begin to move a prompt to a tier.",
+        "As LMCache: begin to move a prompt to a tier or a peer.",
         LMCacheTokens,
         lmcache_move,
         body=LMCacheMove,

@@ -169,7 +169,7 @@ ROUTES = (
         "POST",
         "/v1/move",
         ControlRole.OPERATE,
-        "Move or copy a prompt's chunks from memory to a tier in the background.",
+        "Move or copy a prompt's chunks from memory to a tier or a peer, in the background.",
         JobRow,
         _API.move,
         body=api.MoveOrder,

@@ -496,6 +496,8 @@ class Cache(Protocol):
     ) -> Copying:
         """Copy a prompt's chunks from memory to a tier, in the background.
 
+        tier: or, on a node, `host:` and a peer's name: the peer loads the prompt from here
+
         drop: remove each from memory when the tier has it, unless it is in use
 
         Raises ConfigError (NodeError from a node) for an unknown or read-only tier.

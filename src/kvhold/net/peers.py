@@ -9,6 +9,8 @@ A **read** is answered by one Lent. Of a lent value, only the first bytes follow
 by the channel (`remote_memory.py`) until the lease ends: by Returned, with the connection,
 or after `peers.request_timeout_s`.
 
+A **load** is the last request of its connection but for PeerHas, and ends with it.
+
 A **follow** is answered by events, after a snapshot's pages if the node lacks events after the
 follower's number. A follower whose number is not `after` follows again. A node sends an empty
 PeerChanges after `BEAT_S` without an event.
@@ -18,6 +20,7 @@ from typing import Union
 
 import msgspec
 
+from kvhold.core.keys import Query
 from kvhold.net.login import LoginRefused
 
 PEERS_VERSION = 1
@@ -144,6 +147,34 @@ class Returned(PeerMessage, frozen=True):
     lease: int
 
 
+class PeerLoad(PeerMessage, frozen=True):
+    """Load a prompt into memory. Without an answer.
+
+    incarnation, number: of the follower, which may have it: its changes so far
+    """
+
+    query: Query
+    incarnation: int
+    number: int
+
+
+class PeerHas(PeerMessage, frozen=True):
+    """-> PeerHolds, once all keys are in memory, the load is over, or a second has passed"""
+
+    keys: bytes
+
+
+class PeerHolds(PeerMessage, frozen=True):
+    """are_here:   one byte a key: 1 if it is in memory
+    num_tokens: of the prompt, in memory; None: the load is not over
+    fault:      why not more
+    """
+
+    are_here: bytes
+    num_tokens: int | None = None
+    fault: str = ""
+
+
 class Follow(PeerMessage, frozen=True):
     """-> Page, PeerChanges
 
@@ -195,6 +226,6 @@ class PeerChanges(PeerMessage, frozen=True, tag="Happened"):
 
 Greeting = Union[PeerWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union
 Request = Union[  # noqa: UP007
-    PeerGet, Follow, Introduce, OpenChannel, GetSample, PeerRead, Returned
+    PeerGet, Follow, Introduce, OpenChannel, GetSample, PeerRead, Returned, PeerLoad, PeerHas
 ]
 News = Union[Page, PeerChanges]  # noqa: UP007

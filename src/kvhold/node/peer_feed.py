@@ -11,6 +11,7 @@ from secrets import randbits
 from typing import NamedTuple
 
 from kvhold.core.keys import KEY_BYTES
+from kvhold.core.turns import next_turn
 from kvhold.net import peers as p
 from kvhold.net.wire import encode
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
@@ -100,6 +101,13 @@ class PeerFeed:
     def size_of(self, key: bytes) -> int:
         """0: it is not here."""
         return self._size(digest_of(key))
+
+    async def latest(self) -> int:
+        """The number after all changes that were noted before."""
+        while self._notes or self._clears:
+            self._number_notes()
+            await next_turn()
+        return self.number
 
     async def wait(self, number: int) -> None:
         """At most `BEAT_S`."""

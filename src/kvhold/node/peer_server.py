@@ -6,6 +6,8 @@ The bytes in flight are limited, in total and per peer (`byte_budget.py`).
 import asyncio
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvhold import __version__
 from kvhold.core.config import ServePeersConfig
@@ -32,6 +34,23 @@ _GROUP_KEYS = 128  # per turn of the node's loop
 _request: Decoder[p.Request] = Decoder(p.Request)
 
 
+class RunningLoad(Protocol):
+    async def holds(self, keys: Sequence[bytes]) -> p.PeerHolds: ...
+
+    def end(self) -> None: ...
+
+
+class PromptLoads(Protocol):
+    def begin(self, request: p.PeerLoad) -> RunningLoad: ...
+
+
+@dataclass
+class _Conversation:
+    peer: ServedPeer
+    leases: PeerLeases
+    load: RunningLoad | None = None
+
+
 class PeerServer(LoginServer):
     address_setting = "listen"
 
@@ -42,9 +61,11 @@ class PeerServer(LoginServer):
         feed: PeerFeed,
         metrics: Metrics,
         plan: ChannelPlan | None = None,
+        loads: PromptLoads | None = None,
     ) -> None:
         """metrics: of the server's thread
         plan:    None: chunks are sent over TCP
+        loads:   None: none are begun
 
         Raises ConfigError: an address that may not be exposed, or unusable credentials.
         """
@@ -52,6 +73,7 @@ class PeerServer(LoginServer):
         self._config = config
         self._source = source
         self._feed = feed
+        self._loads = loads
         self.metrics = metrics
         plan = plan or ChannelPlan()
         is_refused = bool(config.tls_cert) and plan.is_measured
@@ -110,13 +132,16 @@ class PeerServer(LoginServer):
         peer = self.peers.joined(stream.host, introduction)
         timeout_s = self._config.request_timeout_s
         leases = PeerLeases(self._source, self.budget, peer, timeout_s=timeout_s)
+        conversation = _Conversation(peer, leases)
         try:
             if introduction is not None:
                 request = await self._next_request(stream)
             while True:
-                await self._answer(stream, request, peer, leases)
+                await self._answer(stream, request, conversation)
                 request = await self._next_request(stream)
         finally:
+            if conversation.load is not None:
+                conversation.load.end()
             await leases.end()
             self.peers.left(peer)
 
@@ -126,8 +151,9 @@ class PeerServer(LoginServer):
             return _request.decode(await stream.read(body_length(prefix)))
 
     async def _answer(
-        self, stream: Stream, request: p.Request, peer: ServedPeer, leases: PeerLeases
+        self, stream: Stream, request: p.Request, conversation: _Conversation
     ) -> None:
+        peer, leases = conversation.peer, conversation.leases
         match request:
             case p.Follow():
                 peer.following += 1
@@ -146,6 +172,17 @@ class PeerServer(LoginServer):
                 await self._lend(stream, request, peer, leases)
             case p.Returned():
                 leases.returned(request.lease)
+            case p.PeerLoad():
+                if self._loads is None or conversation.load is not None:
+                    raise ProtocolError("a second load on a connection, or loads are not served")
+                conversation.load = self._loads.begin(request)
+            case p.PeerHas():
+                if conversation.load is None:
+                    raise ProtocolError("a peer asks for a load that it has not begun")
+                keys = split_keys(request.keys) if request.keys else []
+                if len(keys) > p.MOST_KEYS:
+                    raise ProtocolError(f"{len(keys)} keys; at most {p.MOST_KEYS} are allowed")
+                await self._send(stream, [encode(await conversation.load.holds(keys))])
             case p.Introduce():
                 raise ProtocolError("a peer introduces itself twice, or too late")
 

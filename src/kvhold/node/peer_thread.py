@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.peer_loads import PeerLoads
 from kvhold.cache.transfer.peer_source import PeerSource
 from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.config import ServePeersConfig
@@ -46,7 +47,8 @@ class PeerThread:
         self._tier: PeersTier | None = None
         self._publisher: PeerPublisher | None = None
         self.metrics = Metrics()
-        self._server = PeerServer(config, source, self.feed, self.metrics, plan)
+        self._loads = PeerLoads(state, post)
+        self._server = PeerServer(config, source, self.feed, self.metrics, plan, self._loads)
         self._loop = loop or asyncio.new_event_loop()
         self._loop.call_soon(self.feed.start)
         self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
@@ -69,7 +71,8 @@ class PeerThread:
         if tier_worker is not None:
             self._source.read_disks = tier_worker.read_for_peer
         if tier is not None:
-            self._tier = tier
+            self._tier = self._loads.tier = tier
+            tier.own_number = self._own_number
             tier.serve_as(Own(incarnation=self.feed.incarnation, port=self._server.port))
             self.feed.follow_clears(tier.clear_numbers)
             if (bus := tier.make_bus()) is not None:
@@ -117,6 +120,11 @@ class PeerThread:
             "refused": self._server.peers.status_of_refused(),
             "counters": self.metrics.as_dict(),
         }
+
+    async def _own_number(self) -> int:
+        """In the tiers' loop."""
+        latest = asyncio.run_coroutine_threadsafe(self.feed.latest(), self._loop)
+        return await asyncio.wrap_future(latest)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

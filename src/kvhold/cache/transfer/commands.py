@@ -115,6 +115,19 @@ class CopyCommand:
 
 
 @dataclass(frozen=True)
+class PeerCopyCommand:
+    """Of held entries, which a peer loads with the query. -> `copies.copied(number, ...)`
+
+    entries: empty: wait for the load's end
+    """
+
+    number: int
+    address: str
+    query: Query
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
 class UsedCommand:
     """To tiers with a learning policy. -> `uses.done(command)`"""
 
@@ -144,5 +157,6 @@ Command: TypeAlias = (
     | ClearChunksCommand
     | ReencodeCommand
     | CopyCommand
+    | PeerCopyCommand
     | StopCommand
 )

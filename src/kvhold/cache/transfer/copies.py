@@ -1,6 +1,6 @@
-"""Copies of prompts from memory to a tier, in parts. No I/O.
+"""Copies of prompts from memory to a tier or a peer, in parts. No I/O.
 
-A part's chunks are held until the tier has answered.
+A part's chunks are held until the tier or the peer has answered.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -11,7 +11,13 @@ from msgspec.structs import replace
 
 from kvhold.cache.chores import Turns
 from kvhold.cache.index.names import chunk_names, tail_names
-from kvhold.cache.transfer.commands import Command, CopyCommand
+from kvhold.cache.index.presence import Presence
+from kvhold.cache.transfer.commands import (
+    Command,
+    CopyCommand,
+    PeerCopyCommand,
+    StopCommand,
+)
 from kvhold.core.api import CopyProgress
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import Query, place_suffix
@@ -19,6 +25,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier
 
+PEER = "host:"  # before a peer's name, in the place of a tier's
 _MOST_COPIES = 64
 _PART_BYTES = 64 << 20
 _PART_CHUNKS = 250
@@ -52,6 +59,9 @@ class _Copy:
     tenant: str
     tier: int
     keys: Iterator[bytes]  # not looked at yet
+    peer: str = ""  # its address
+    num_tokens: int = 0  # in memory, for a peer
+    is_last: bool = False  # the peer's load is waited for
     held: list[Entry] = field(default_factory=list)
     is_written: bool = False
     progress: CopyProgress = field(default_factory=CopyProgress)
@@ -68,6 +78,8 @@ class PromptCopies:
     ) -> None:
         """tenant_of: a namespace's only tenant; None: unknown, or several"""
         self.tiers: dict[str, CopyTier] = {}
+        self.find_peer: Callable[[str], str] = _no_peers
+        """Returns a peer's address. Raises ConfigError."""
         self._ram = ram
         self._give_command = give_command
         self._run = run
@@ -82,7 +94,9 @@ class PromptCopies:
         self, number: int, owner: Hashable, request: CopyRequest, layout: Layout, num_keys: int
     ) -> None:
         """Raises ConfigError."""
-        tier = self._tier(request.tier)
+        is_peer = request.tier.startswith(PEER)
+        peer = self.find_peer(request.tier.removeprefix(PEER)) if is_peer else ""
+        tier = CopyTier(-1) if is_peer else self._tier(request.tier)
         tenant = request.query.tenant or self._tenant_of(request.query.namespace)
         if tenant is None and tier.encrypted:
             raise ConfigError(
@@ -92,7 +106,7 @@ class PromptCopies:
         if len(self._copies) >= _MOST_COPIES:
             raise ConfigError(f"{_MOST_COPIES} copies are running or not closed; close one first")
         self._copies[number] = _Copy(
-            owner, request, layout, tenant or "", tier.number, _keys(request.query, layout)
+            owner, request, layout, tenant or "", tier.number, _keys(request.query, layout), peer
         )
         self._run(self._go_on_turns(number), num_keys)
 
@@ -100,28 +114,43 @@ class PromptCopies:
         copy = self._copies.get(number)
         return copy.progress if copy is not None and copy.owner == owner else None
 
-    def copied(self, number: int, are_there: Sequence[bool], stopped: str) -> None:
-        """The tier no longer reads the chunks. are_there: it has each of them"""
+    def copied(
+        self, number: int, are_there: Sequence[bool], stopped: str, num_tokens: int | None = None
+    ) -> None:
+        """The tier no longer reads the chunks.
+
+        are_there:  it has each of them
+        num_tokens: of the prompt, that a peer has at the end of its load
+        """
         copy = self._left.pop(number, None) or self._copies[number]
         held, copy.held, copy.is_written = copy.held, [], False
         self._ram.unpin_all(held)
         stored = [entry for entry, is_there in zip(held, are_there, strict=True) if is_there]
         dropped = self._dropped(stored) if copy.request.drop else 0
+        # a peer does not need all: not those outside the window
+        is_whole = num_tokens is not None and num_tokens >= max(1, copy.num_tokens)
+        if num_tokens is not None and not is_whole:
+            stopped = f"{copy.peer} has {num_tokens} of {copy.num_tokens} tokens: {stopped}"
+        elif is_whole:
+            stopped = ""
         progress = copy.progress
         copy.progress = replace(
             progress,
-            done=bool(stopped),
+            done=bool(stopped) or copy.is_last,
             stopped=stopped,
             copied=progress.copied + len(stored),
-            failed=progress.failed + len(held) - len(stored),
+            failed=progress.failed + (0 if is_whole else len(held) - len(stored)),
             dropped=progress.dropped + dropped,
             bytes=progress.bytes + sum(entry.nbytes for entry in stored),
         )
-        if number in self._copies and not stopped:
+        if copy.progress.done:
+            self._end_load(number, copy)
+        elif number in self._copies:
             self._run(self._go_on_turns(number), len(held))
 
     def drop(self, number: int) -> None:
         copy = self._copies.pop(number)
+        self._end_load(number, copy)
         if copy.is_written:
             self._left[number] = copy
         else:
@@ -134,6 +163,10 @@ class PromptCopies:
     def _go_on_turns(self, number: int) -> Turns[None]:
         most_bytes = min(_PART_BYTES, self._ram.capacity_bytes // _SHARE)
         num_looked = num_bytes = 0
+        copy = self._copies.get(number)
+        if copy is not None and copy.peer and not copy.num_tokens:
+            presence = Presence(copy.request.query, copy.layout, self._ram.find)
+            copy.num_tokens = (yield from presence.take_turns()).extent.num_tokens
         while (copy := self._copies.get(number)) is not None:
             key = next(copy.keys, None)
             if key is None:
@@ -149,7 +182,12 @@ class PromptCopies:
                 yield _STEP_KEYS
         if copy is None:
             return
-        if copy.held:
+        if copy.peer:
+            copy.is_last, copy.is_written = not copy.held, True
+            self._give_command(
+                PeerCopyCommand(number, copy.peer, copy.request.query, list(copy.held))
+            )
+        elif copy.held:
             copy.is_written = True
             options = StoreOptions(max_error=0, tenant=copy.tenant)
             self._give_command(
@@ -161,6 +199,10 @@ class PromptCopies:
     def _dropped(self, entries: Sequence[Entry]) -> int:
         """The last first: no chunk stays without the one before it."""
         return sum([self._ram.evict(entry) for entry in reversed(entries)])
+
+    def _end_load(self, number: int, copy: _Copy) -> None:
+        if copy.peer:
+            self._give_command(StopCommand(number))
 
     def _tier(self, name: str) -> CopyTier:
         tier = self.tiers.get(name)
@@ -174,6 +216,10 @@ class PromptCopies:
         if tier.refusal is not None:
             raise ConfigError(f"tier {name}: {tier.refusal}")
         return tier
+
+
+def _no_peers(name: str) -> str:
+    raise ConfigError(f"{PEER}{name}: this node follows no peers (a tier peers://)")
 
 
 def _keys(query: Query, layout: Layout) -> Iterator[bytes]:

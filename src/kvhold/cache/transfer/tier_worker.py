@@ -22,6 +22,7 @@ from kvhold.cache.transfer.commands import (
     Command,
     CopyCommand,
     FetchCommand,
+    PeerCopyCommand,
     ProbeCommand,
     ReencodeCommand,
     StopCommand,
@@ -30,6 +31,7 @@ from kvhold.cache.transfer.commands import (
 )
 from kvhold.cache.transfer.copies import CopyTier
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
+from kvhold.cache.transfer.peer_copier import PeerCopier
 from kvhold.cache.transfer.reencoder import Reencoder
 from kvhold.cache.transfer.reencodings import ReencodableTier
 from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
@@ -126,6 +128,10 @@ class TierWorker:
         self._copier = TierCopier(
             stack, self._write_behind, is_barred=self._is_barred, report=self._copied
         )
+        self._peer_copier: PeerCopier | None = None
+        if (peers_tier := self.peers_tier) is not None:
+            self._peer_copier = PeerCopier(peers_tier, self._tasks, report=self._copied)
+            state.copies.find_peer = peers_tier.address_to_load
         self._reencodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
         self.reader = TierReader(
@@ -261,9 +267,14 @@ class TierWorker:
                     for guard in self._shared:
                         guard.use(command.entries[0].key[:NAMESPACE_BYTES])
                     self._tasks.start(self._copier.run(command))
+                case PeerCopyCommand():
+                    assert self._peer_copier is not None, "found by its tier"
+                    self._peer_copier.begin(command)
                 case StopCommand(number=number):
                     if number in self._reencodings:
                         self._reencodings[number].cancel()
+                    elif self._peer_copier is not None:
+                        self._peer_copier.end(number)
 
     async def _probe(self, command: ProbeCommand) -> None:
         unknown = Unknown()
@@ -357,8 +368,10 @@ class TierWorker:
     def _reencode_progressed(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
 
-    def _copied(self, number: int, are_there: list[bool], stopped: str) -> None:
-        self._post(lambda: self._state.copies.copied(number, are_there, stopped))
+    def _copied(
+        self, number: int, are_there: list[bool], stopped: str, num_tokens: int | None = None
+    ) -> None:
+        self._post(lambda: self._state.copies.copied(number, are_there, stopped, num_tokens))
 
     def _reencoded(self, number: int, _: "asyncio.Task[Any]") -> None:
         del self._reencodings[number]

@@ -77,7 +77,7 @@ class Peer:
         self.lost_s: float | None = None
         self.asked_bytes = 0
         self._token, self._tls, self._connect = token, tls, connect
-        self._pool = Pool(self._open, connections)
+        self._pool = Pool(self.open, connections)
         self.channel = PeerChannel(plan or ChannelPlan(), str(address), self._pool)
         self.offers_nixl = False
         self._breaker = Breaker(failures=1, first_pause_s=pause_s)
@@ -239,7 +239,8 @@ class Peer:
     async def end_channel(self) -> None:
         await self.channel.end()
 
-    async def _open(self) -> Stream:
+    async def open(self) -> Stream:
+        """For requests. Raises as `open_to_follow`."""
         stream, welcome = await self.open_to_follow()
         if welcome.incarnation != self.incarnation:
             stream.close()

@@ -5,8 +5,9 @@ host's clears (`clear_numbers.py`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from socket import gethostname
@@ -14,7 +15,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from kvhold.core.config import ServePeersConfig
 from kvhold.core.errors import ConfigError, TierCannotList, TierDenied, TierError, TierUnavailable
-from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.keys import NAMESPACE_BYTES, Query
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import PEER_EVICTED, PEER_GONE
 from kvhold.core.secrets import read_secret
@@ -23,7 +24,7 @@ from kvhold.core.status import FollowedPeersStatus
 from kvhold.core.turns import next_turn
 from kvhold.net import login
 from kvhold.net.addresses import is_loopback
-from kvhold.net.peers import DEFAULT_PORT, Introduce
+from kvhold.net.peers import DEFAULT_PORT, Introduce, PeerLoad
 from kvhold.net.stream import Address, open_stream
 from kvhold.net.tls import client_context
 from kvhold.tiers.base import Origin, Parts, TierTraits, check_lengths
@@ -32,10 +33,11 @@ from kvhold.tiers.exchanges import Getting, gettings
 from kvhold.tiers.peers.bus import Bus, BusConfig, Inboxes, end_task
 from kvhold.tiers.peers.channel import NOT_WITH_TLS, ChannelPlan
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
-from kvhold.tiers.peers.directory import Directory, DirectoryConfig, Own
+from kvhold.tiers.peers.directory import MOST_NAME, Directory, DirectoryConfig, Own
 from kvhold.tiers.peers.faults import TIER
 from kvhold.tiers.peers.follower import Follower
 from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
+from kvhold.tiers.peers.loading import PeerLoading
 from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.url import TierUrl
@@ -127,6 +129,8 @@ class PeersTier:
         self._is_closed = False
         self.clear_numbers = ClearNumbers()
         self._learned: Callable[[bytes], None] = lambda prefix: None
+        self.own_number: Callable[[], Awaitable[int]] | None = None
+        """Of this node's changes so far; None: it serves no peers."""
         self._index = PeerIndex()
         self.metrics = Metrics()
         self._bus = self.make_bus()
@@ -231,6 +235,46 @@ class PeersTier:
         self._roster.serve_as(own)
         if self._inboxes is not None:
             self._inboxes.own_incarnation = own.incarnation
+
+    def address_to_load(self, name: str) -> str:
+        """Of the peer with this address, host or name, which can load from here. Any thread.
+
+        Raises ConfigError.
+        """
+        others = [peer for peer in self.peers if not peer.is_self and not peer.is_elsewhere]
+        found = [
+            peer
+            for peer in others
+            if name and name in (str(peer.address), peer.address.host, peer.name)
+        ]
+        if len(found) != 1:
+            known = [str(peer.address) for peer in others]
+            near = get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"host:{name[:MOST_NAME]}: {len(found) or 'no'} peers have this name; peers: "
+                f"{', '.join(known) or 'none'}{f'; did you mean {near[0]}?' if near else ''}"
+            )
+        [peer] = found
+        if self.own_number is None:
+            raise ConfigError(f"host:{name}: peers cannot load from here: set peers.listen")
+        if (fault := peer.why_not_asked()) is not None:
+            raise ConfigError(f"host:{name}: {fault}")
+        return str(peer.address)
+
+    async def load_at(self, address: str, query: Query) -> PeerLoading:
+        """Raises TierError."""
+        peer = next((one for one in self.peers if str(one.address) == address), None)
+        if peer is None or self.own_number is None:
+            raise TierUnavailable(TIER, "load", f"{address} is no peer now")
+        request = PeerLoad(query, self._roster.own.incarnation, await self.own_number())
+        return await PeerLoading.begin(peer, request)
+
+    def knows_changes(self, incarnation: int, number: int) -> bool | None:
+        """All of a peer's changes up to `number`. None: it is not followed. Any thread."""
+        found = [peer for peer in self.peers if peer.incarnation == incarnation]
+        if not any(peer.is_followed for peer in found):
+            return None
+        return any(peer.after >= number for peer in found)
 
     @property
     def numbers(self) -> dict[bytes, int]:
