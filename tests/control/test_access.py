@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvhold.control.access import Access, ControlRole
+from kvhold.control.access import Access, Caller, ControlRole
 from kvhold.control.routes import ROUTES
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import ConfigError, NodeError
@@ -147,8 +147,8 @@ async def test_a_page_of_another_name_reads_nothing(node: RunningNode) -> None:
 )
 def test_a_wrong_token_gives_no_role(files: dict[str, str], authorization: str) -> None:
     access = Access(apply(ControlConfig(), files, source="test"), "127.0.0.1")
-    assert access.role_on_tcp(authorization) is ControlRole.NONE
-    assert access.role_on_tcp("bearer  t-administer") is ControlRole.ADMINISTER
+    assert access.caller_on_tcp(authorization) == Caller(ControlRole.NONE)
+    assert access.caller_on_tcp("bearer  t-administer") == Caller(ControlRole.ADMINISTER)
 
 
 def test_what_would_be_exposed_is_refused(files: dict[str, str], tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_would_be_exposed_is_refused(files: dict[str, str], tmp_path: Path)
         access("0.0.0.0")
     with pytest.raises(ConfigError, match="tokens need TLS"):
         access("0.0.0.0", **files)
-    assert access("0.0.0.0", insecure=True, **files).role_on_tcp("") is ControlRole.NONE
+    assert access("0.0.0.0", insecure=True, **files).caller_on_tcp("") == Caller(ControlRole.NONE)
     with pytest.raises(ConfigError, match=r"control\.operate_token_file: another role"):
         access("127.0.0.1", read_token_file=files["read_token_file"],
                operate_token_file=files["read_token_file"])  # fmt: skip

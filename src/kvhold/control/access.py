@@ -3,12 +3,16 @@ Without one, callers on loopback may read, unless reading needs one.
 """
 
 import hmac
-from enum import IntEnum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, IntEnum
 from hashlib import blake2b
+from typing import NamedTuple
 
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.secrets import read_secret
+from kvhold.core.store_options import MAX_TENANT
 from kvhold.net.addresses import is_loopback
 
 
@@ -21,6 +25,33 @@ class ControlRole(IntEnum):
     ADMINISTER = 3
 
 
+class ForTenants(Enum):
+    """What a token of a tenant gets of a route.
+
+    SHARED: the same as others
+    OWN:    only what belongs to its namespaces (`tenants.py`)
+    NEVER:  status 403
+    """
+
+    SHARED = "shared"
+    OWN = "own"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """tenant: empty: all"""
+
+    role: ControlRole
+    tenant: str = ""
+
+
+class _TokenFile(NamedTuple):
+    where: str
+    path: str
+    caller: Caller
+
+
 class Access:
     def __init__(self, config: ControlConfig, host: str) -> None:
         """host: of `control.listen`; empty: none
@@ -28,24 +59,18 @@ class Access:
         Raises ConfigError: a token file is unreadable or repeats a token, or the address may not
         be exposed.
         """
-        self._tokens: dict[bytes, ControlRole] = {}
-        files = {
-            ControlRole.READ: config.read_token_file,
-            ControlRole.OPERATE: config.operate_token_file,
-            ControlRole.ADMINISTER: config.administer_token_file,
-        }
-        for role, file in files.items():
-            if file:
-                where = f"control.{role.name.lower()}_token_file"
-                digest = _digest(read_secret(file, where=where))
-                if digest in self._tokens:
-                    raise ConfigError(f"{where}: another role has the same token")
-                self._tokens[digest] = role
+        self._tokens: dict[bytes, Caller] = {}
+        for file in _token_files(config):
+            digest = _digest(read_secret(file.path, where=file.where))
+            if digest in self._tokens:
+                raise ConfigError(f"{file.where}: another role or tenant has the same token")
+            self._tokens[digest] = file.caller
+        needs_token = config.read_token_file or any(one.tenant for one in self._tokens.values())
         is_local = not host or is_loopback(host)
         if not is_local:
             _check_exposed(config, has_tokens=bool(self._tokens))
         self._role_without_token = (
-            ControlRole.READ if is_local and not config.read_token_file else ControlRole.NONE
+            ControlRole.READ if is_local and not needs_token else ControlRole.NONE
         )
 
     @property
@@ -53,16 +78,38 @@ class Access:
         """A page in a browser of this host could read answers under a name of its own."""
         return self._role_without_token is not ControlRole.NONE
 
-    def role_on_tcp(self, authorization: str) -> ControlRole:
+    def caller_on_tcp(self, authorization: str) -> Caller:
         """authorization: the header; a wrong token gives no role"""
         if not authorization:
-            return self._role_without_token
+            return Caller(self._role_without_token)
         scheme, _, token = authorization.partition(" ")
-        digest, role = _digest(token.strip()), ControlRole.NONE
+        digest, caller = _digest(token.strip()), Caller(ControlRole.NONE)
         for known, of_token in self._tokens.items():
             if hmac.compare_digest(known, digest):
-                role = of_token
-        return role if scheme.lower() == "bearer" else ControlRole.NONE
+                caller = of_token
+        return caller if scheme.lower() == "bearer" else Caller(ControlRole.NONE)
+
+
+def _token_files(config: ControlConfig) -> Iterator[_TokenFile]:
+    """Raises ConfigError."""
+    for role, path in (
+        (ControlRole.READ, config.read_token_file),
+        (ControlRole.OPERATE, config.operate_token_file),
+        (ControlRole.ADMINISTER, config.administer_token_file),
+    ):
+        if path:
+            yield _TokenFile(f"control.{role.name.lower()}_token_file", path, Caller(role))
+    yield from _tenant_files("read", ControlRole.READ, config.tenant_read_token_files)
+    yield from _tenant_files("operate", ControlRole.OPERATE, config.tenant_operate_token_files)
+
+
+def _tenant_files(name: str, role: ControlRole, pairs: Iterable[str]) -> Iterator[_TokenFile]:
+    where = f"control.tenant_{name}_token_files"
+    for pair in pairs:
+        tenant, _, path = pair.partition("=")
+        if not tenant or not path or len(tenant) > MAX_TENANT or not tenant.isprintable():
+            raise ConfigError(f"{where}: {pair[:80]!r} is not TENANT=PATH")
+        yield _TokenFile(f"{where}.{tenant}", path, Caller(role, tenant))
 
 
 def _check_exposed(config: ControlConfig, *, has_tokens: bool) -> None:

@@ -24,7 +24,7 @@ from kvhold.control.tokenizing import MOST_CHARACTERS, MOST_MESSAGES, ChatMessag
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, Namespace, Query
 from kvhold.core.planning import MOST_NAME, Decision
-from kvhold.core.status import NodeStatus, check_status
+from kvhold.core.status import CacheTierStatus, NodeStatus, check_status
 from kvhold.node import NodeClient
 from kvhold.node.namespaces import find_digest, find_namespace, namespace_for_prompts
 
@@ -248,6 +248,10 @@ class ControlApi:
 
     async def status(self) -> NodeStatus:
         return await self._node.call(lambda client: check_status(client.status()))
+
+    async def tiers(self) -> list[CacheTierStatus]:
+        status: NodeStatus = await self._node.call(lambda client: check_status(client.status()))
+        return status.get("tiers", [])
 
     async def clients(self) -> ClientsAnswer:
         found = await self._node.call(lambda client: client.clients())

@@ -185,10 +185,14 @@ class Jobs:
 
     def _find(self, number: int) -> _Job:
         if number not in self._jobs:
-            raise ControlRefusal(HTTPStatus.NOT_FOUND, "no_job", f"there is no job {number}")
+            raise no_job(number)
         return self._jobs[number]
 
     def _drop_old(self) -> None:
         ended = [job.number for job in self._jobs.values() if job.work.progress.done]
         for number in ended[: max(0, len(self._jobs) - _MOST_KEPT)]:
             del self._jobs[number]
+
+
+def no_job(number: int) -> ControlRefusal:
+    return ControlRefusal(HTTPStatus.NOT_FOUND, "no_job", f"there is no job {number}")

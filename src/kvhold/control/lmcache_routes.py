@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import msgspec
 
-from kvhold.control.access import ControlRole
+from kvhold.control.access import ControlRole, ForTenants
 from kvhold.control.api import (
     MOST_TTL_S,
     ClearOrder,
@@ -257,7 +257,7 @@ async def _reencode(
 
 
 async def _tier_of(api: ControlApi, location: str) -> str:
-    tiers = (await api.status()).get("tiers", [])
+    tiers = await api.tiers()
     if location != _DISK:
         if any(tier["name"] == location for tier in tiers):
             return location
@@ -315,6 +315,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/query_instance",
         ControlRole.READ,
+        ForTenants.OWN,
         "As LMCache: the instance at an address.",
         LMCacheInstance,
         lmcache_query_instance,
@@ -324,6 +325,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/lookup",
         ControlRole.OPERATE,
+        ForTenants.OWN,
         "As LMCache: where a prompt is cached.",
         LMCacheLayout,
         lmcache_lookup,
@@ -333,6 +335,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/clear",
         ControlRole.OPERATE,
+        ForTenants.OWN,
         "As LMCache: forget a namespace everywhere.",
         LMCacheTokens,
         lmcache_clear,
@@ -342,6 +345,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/pin",
         ControlRole.OPERATE,
+        ForTenants.OWN,
         "As LMCache: keep a prompt's chunks in memory.",
         LMCacheTokens,
         lmcache_pin,
@@ -351,6 +355,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/compress",
         ControlRole.OPERATE,
+        ForTenants.OWN,
         "As LMCache: begin to compress a tier's chunks.",
         LMCacheTokens,
         lmcache_compress,
@@ -360,6 +365,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/decompress",
         ControlRole.OPERATE,
+        ForTenants.OWN,
         "As LMCache: begin to decompress a tier's chunks.",
         LMCacheTokens,
         lmcache_decompress,
@@ -369,6 +375,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/move",
         ControlRole.OPERATE,
+        ForTenants.OWN,
         "As LMCache: begin to move a prompt to a tier or a peer.",
         LMCacheTokens,
         lmcache_move,
@@ -378,6 +385,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/health",
         ControlRole.READ,
+        ForTenants.OWN,
         "As LMCache: is a namespace served?",
         LMCacheWorkers,
         lmcache_health,
@@ -387,6 +395,7 @@ LMCACHE_ROUTES = (
         "POST",
         "/check_finish",
         ControlRole.READ,
+        ForTenants.OWN,
         "As LMCache: has an operation finished?",
         LMCacheStatus,
         lmcache_check_finish,

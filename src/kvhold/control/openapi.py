@@ -87,6 +87,7 @@ def _operation(route: Route, answer: Any, body: Any) -> dict[str, Any]:
             "content": {"application/json": {"schema": body}},
         }
     _add_role(operation, route.role)
+    operation["x-kvhold-tenants"] = route.tenants.value
     return operation
 
 

@@ -101,7 +101,7 @@ class PromptPins:
         await self._drop_ended()
         pin = self._pins.pop(number, None)
         if pin is None:
-            raise ControlRefusal(HTTPStatus.NOT_FOUND, "no_pin", f"there is no pin {number}")
+            raise no_pin(number)
         await self._node.call(lambda _: pin.hit.close())
         return pin.row()
 
@@ -168,6 +168,10 @@ def bytes_of(layout: Layout, num_tokens: int) -> int:
         total += whole * layout.chunk_bytes(group, layout.tokens_per_chunk)
         total += layout.chunk_bytes(group, tail) if tail else 0
     return total
+
+
+def no_pin(number: int) -> ControlRefusal:
+    return ControlRefusal(HTTPStatus.NOT_FOUND, "no_pin", f"there is no pin {number}")
 
 
 def _quota(detail: str) -> ControlRefusal:

@@ -2,8 +2,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvhold.control.access import ControlRole
-from kvhold.control.api import ClearOrder
+from kvhold.control.access import ControlRole, ForTenants
+from kvhold.control.api import ClearOrder, ControlApi
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Route:
     method: str
     path: str
     role: ControlRole
+    tenants: ForTenants
     summary: str
     answer: Any
     call: Callable[..., Awaitable[Any]]
@@ -28,6 +29,13 @@ class Route:
     @property
     def name(self) -> str:
         return self.call.__name__
+
+    async def run(self, api: ControlApi, *arguments: Any, **named: Any) -> Any:
+        """`TenantApi` has methods of its own."""
+        method = getattr(api, self.name, None)
+        if method is None:
+            return await self.call(api, *arguments, **named)
+        return await method(*arguments, **named)
 
     def role_for(self, body: Any) -> ControlRole:
         """To clear everything takes more than to clear one namespace."""

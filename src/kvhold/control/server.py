@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from kvhold.control.access import Access, ControlRole
+from kvhold.control.access import Access, Caller, ControlRole, ForTenants
 from kvhold.control.api import ControlApi
 from kvhold.control.exposition import CONTENT_TYPE, render, render_absent
 from kvhold.control.node import ControlledNode
@@ -25,6 +25,7 @@ from kvhold.control.recorder import Recorder, state_and_samples
 from kvhold.control.refusals import ControlRefusal
 from kvhold.control.route import Route
 from kvhold.control.routes import ROUTES
+from kvhold.control.tenants import TenantApi, never
 from kvhold.control.tokenizing import PromptTokenizers
 from kvhold.core.config import Config
 from kvhold.core.control_config import ControlConfig
@@ -175,15 +176,18 @@ class ControlServer:
 
     def _handler(self, route: Route) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            role = self._role_of(request)
-            _check_role(role, route.role)
+            caller = self._caller_of(request)
+            _check_role(caller.role, route.role)
+            if caller.tenant and route.tenants is ForTenants.NEVER:
+                raise never()
             arguments: list[Any] = []
             if route.body is not None:
                 body = _decode(await self._read(request), route)
-                _check_role(role, route.role_for(body))
+                _check_role(caller.role, route.role_for(body))
                 arguments.append(body)
             named = _path_values(request) | _query_values(request, route)
-            answer = await route.call(self._api, *arguments, **named)
+            api = TenantApi(self._api, caller.tenant) if caller.tenant else self._api
+            answer = await route.run(api, *arguments, **named)
             return web.Response(
                 body=msgspec.json.encode(answer),
                 status=route.status,
@@ -193,7 +197,10 @@ class ControlServer:
         return handle
 
     async def _show_metrics(self, request: web.Request) -> web.StreamResponse:
-        _check_role(self._role_of(request), ControlRole.READ)
+        caller = self._caller_of(request)
+        _check_role(caller.role, ControlRole.READ)
+        if caller.tenant:
+            raise never()
         try:
             status, samples = await self._node.call(state_and_samples)
             body = render(status, samples)
@@ -231,15 +238,15 @@ class ControlServer:
                 HTTPStatus.REQUEST_TIMEOUT, "slow_client", "the request did not arrive in time"
             ) from None
 
-    def _role_of(self, request: web.Request) -> ControlRole:
+    def _caller_of(self, request: web.Request) -> Caller:
         """Raises ControlRefusal: another site's page asks."""
         assert request.transport is not None
         if request.transport.get_extra_info("socket").family == socket.AF_UNIX:
-            return ControlRole.ADMINISTER
+            return Caller(ControlRole.ADMINISTER)
         authorization = request.headers.get("Authorization", "")
         if not authorization and self._access.needs_host_check:
             self._check_host(request)
-        return self._access.role_on_tcp(authorization)
+        return self._access.caller_on_tcp(authorization)
 
     def _check_host(self, request: web.Request) -> None:
         host = request.host.rpartition(":")[0] or request.host

@@ -24,6 +24,15 @@ class ControlConfig:
     )
     operate_token_file: str = setting("", "file with the token of the role operate")
     administer_token_file: str = setting("", "file with the token of the role administer")
+    tenant_read_token_files: tuple[str, ...] = setting(
+        (),
+        "files with tokens that only read what belongs to their tenant: a table of TENANT = PATH, "
+        "or TENANT=PATH with spaces between. Loopback then needs a token, too",
+        pairs=True,
+    )
+    tenant_operate_token_files: tuple[str, ...] = setting(
+        (), "the same for tokens that operate", pairs=True
+    )
     tls_cert: str = setting("", "PEM file of the API's certificate; clients must then use TLS")
     tls_key: str = setting(
         "", "PEM file of the certificate's key; empty: the key is in control.tls_cert"

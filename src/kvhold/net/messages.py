@@ -23,7 +23,7 @@ from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.router_events import ChunkDescription
-from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TTL_S, StoreOptions
+from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TENANT, MAX_TTL_S, StoreOptions
 from kvhold.core.tracing import TraceContext
 
 PROTOCOL_VERSION = 23
@@ -196,6 +196,18 @@ class Named(Message, frozen=True):
     more: bool
     other_spaces: int
     other_bytes: int
+
+
+class ListOwned(Message, frozen=True):
+    """-> Owned"""
+
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TENANT)]
+
+
+class Owned(Message, frozen=True):
+    """digests: joined, of namespaces with only this tenant"""
+
+    digests: bytes
 
 
 class Prefetch(Message, frozen=True):
@@ -536,6 +548,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Timing,
     Explain,
     ListNamespaces,
+    ListOwned,
     Prefetch,
     Retain,
     Demote,
@@ -572,6 +585,7 @@ Answer = Union[  # noqa: UP007
     SpansAnswer,
     Explained,
     Named,
+    Owned,
     Retained,
     Demoted,
     Leased,

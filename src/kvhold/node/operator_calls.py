@@ -5,7 +5,7 @@ from typing import Any, TypeVar, cast
 from kvhold.core.api import Copying, CopyProgress, ReencodeProgress, Reencoding
 from kvhold.core.arrays import WholePrompts
 from kvhold.core.errors import ProtocolError
-from kvhold.core.keys import Query
+from kvhold.core.keys import NAMESPACE_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision
 from kvhold.core.status import NodeStatus
@@ -57,6 +57,12 @@ class OperatorCalls(WholePrompts):
             spaces += page.spaces
             if not page.more or not page.spaces:
                 return spaces, page.other_spaces, page.other_bytes
+
+    def owned(self, tenant: str, *, deadline_s: float | None = None) -> frozenset[bytes]:
+        """Digests of the known namespaces with only this tenant."""
+        joined = self._call(m.ListOwned(tenant), m.Owned, deadline_s).digests
+        size = NAMESPACE_BYTES
+        return frozenset(joined[at : at + size] for at in range(0, len(joined), size))
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         removed = self._call(m.Clear(namespace), m.Done, deadline_s).count

@@ -106,6 +106,7 @@ class Session:
             m.Timing: self._report_timing,
             m.Explain: self._explain,
             m.ListNamespaces: self._list_names,
+            m.ListOwned: self._list_owned,
             m.Prefetch: self._prefetch,
             m.Retain: self._retain,
             m.Demote: self._demote,
@@ -233,6 +234,10 @@ class Session:
         described = [nbytes for digest in self._node.names.digests() if (nbytes := used(digest))]
         others = self._state.ram.num_namespaces - len(described)
         return m.Named(spaces, more, others, max(0, self._state.ram.used_bytes - sum(described)))
+
+    def _list_owned(self, request: m.ListOwned) -> m.Answer | Running[m.Answer]:
+        turns = self._state.reencodings.owned_turns(request.tenant)
+        return self._in_turns(turns, lambda owned: m.Owned(b"".join(owned)))
 
     def _prefetch(self, request: m.Prefetch) -> m.Answer | Running[m.Answer]:
         return self._in_turns(self._state.prefetch_turns(self, request.query), lambda _: m.Done())

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from kvhold.cache.chores import Turns
 from kvhold.cache.index.presence import Presence
 from kvhold.cache.transfer.commands import Command, ReencodeCommand, Space, StopCommand
 from kvhold.codecs import check_codec
@@ -17,6 +18,7 @@ from kvhold.core.store_options import StoreOptions
 
 _MOST_SPACES = 1 << 16
 _MOST_REENCODINGS = 64
+_SPACES_A_STEP = 250
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,16 @@ class Reencodings:
         """None: unknown, or several."""
         known = self._known.get(namespace)
         return None if known is None or namespace in self._shared else known.store_options.tenant
+
+    def owned_turns(self, tenant: str) -> Turns[list[bytes]]:
+        """Namespaces with only this tenant."""
+        owned = []
+        for number, (namespace, space) in enumerate(list(self._known.items()), 1):
+            if space.store_options.tenant == tenant and namespace not in self._shared:
+                owned.append(namespace)
+            if number % _SPACES_A_STEP == 0:
+                yield _SPACES_A_STEP
+        return owned
 
     def layout_of(self, namespace: bytes) -> Layout | None:
         """Any thread."""

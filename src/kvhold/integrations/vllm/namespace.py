@@ -87,6 +87,11 @@ def layout_only(geometry: Geometry) -> Namespace:
     return Namespace(model="", layout=geometry.layout, shards=geometry.shards)
 
 
+def usual(config: Config, namespace: Namespace) -> Namespace:
+    """Of requests without an adapter, a salt or tags. It is the one that operators can name."""
+    return namespace.narrowed(tags=request_rules(None, config.rules).tags)
+
+
 def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
     """Connect and register. Raises NodeError.
 
@@ -94,7 +99,7 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
     """
     client = connect(config, name=name)
     try:
-        client.register(namespace)
+        client.register(usual(config, namespace))
     except KVHoldError as error:
         log.warning("kvhold: %s; starting without the node", error)
     return client

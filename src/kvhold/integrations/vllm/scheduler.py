@@ -24,7 +24,7 @@ from kvhold.integrations.vllm.hints import HintedRequests
 from kvhold.integrations.vllm.hosts import NodePlace, hosts_of, named_by_hosts, place_of
 from kvhold.integrations.vllm.lookups import RequestLookups, has_content
 from kvhold.integrations.vllm.media import Media
-from kvhold.integrations.vllm.namespace import join, rules_of
+from kvhold.integrations.vllm.namespace import join, rules_of, usual
 from kvhold.integrations.vllm.naming.adapters import Adapters, AdapterUse
 from kvhold.integrations.vllm.naming.loads import can_observe
 from kvhold.integrations.vllm.request_state import RequestState, Scheduled
@@ -146,7 +146,7 @@ class SchedulerSide:
         self._refuse_several_hosts()
         namespace = named_by_hosts(self._configured, hosts, self._geometry)
         self._configured = self.lookups.namespace = namespace
-        self._cache.register(namespace)
+        self._cache.register(usual(self._config, namespace))
         asked = sorted(hosts, key=lambda host: host.is_own)
         self._others = OtherHosts(
             [host.relay_place(self._geometry) for host in asked if not host.is_own],
