@@ -31,8 +31,7 @@ def followed(client: Any) -> bool:
 
 def both_joined(first: RunningNode, second: RunningNode, space: Namespace = SPACE) -> Any:
     here, there = joined(first, space), joined(second, space)
-    for client in (here, there):
-        eventually(lambda client=client: followed(client))
+    eventually(lambda: followed(here) and followed(there))
     return here, there
 
 

@@ -179,11 +179,13 @@ class NamespacesAnswer(TypedDict):
     namespaces:  those that engines registered
     others:      of requests with an adapter, a salt or tags, or of earlier engines
     other_bytes: arena bytes of the others' chunks
+    tenants:     arena bytes by tenant; "": without one
     """
 
     namespaces: list[NamespaceRow]
     others: int
     other_bytes: int
+    tenants: dict[str, int]
 
 
 class DecisionsAnswer(TypedDict):
@@ -267,13 +269,17 @@ class ControlApi:
         return {"clients": [client_row(one) for one in ended]}
 
     async def namespaces(self, prefix: str = "") -> NamespacesAnswer:
-        spaces, others, other_bytes = await self._node.call(
-            lambda client: client.names(prefix.lower()[: 2 * NAMESPACE_BYTES])
+        (spaces, others, other_bytes), tenants = await self._node.call(
+            lambda client: (
+                client.names(prefix.lower()[: 2 * NAMESPACE_BYTES]),
+                client.tenants(),
+            )
         )
         return {
             "namespaces": [namespace_row(space) for space in spaces],
             "others": others,
             "other_bytes": other_bytes,
+            "tenants": tenants,
         }
 
     async def namespace(self, digest: str) -> NamespaceFacts:

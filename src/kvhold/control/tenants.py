@@ -40,6 +40,7 @@ class TenantApi(ControlApi):
             "namespaces": [row for row in rows if row["digest"].startswith(prefix.lower())],
             "others": len(others),
             "other_bytes": sum(used[digest] for digest in others),
+            "tenants": {self._tenant: described["tenants"].get(self._tenant, 0)},
         }
 
     async def namespace(self, digest: str) -> NamespaceFacts:

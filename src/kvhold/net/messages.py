@@ -210,6 +210,16 @@ class Owned(Message, frozen=True):
     digests: bytes
 
 
+class MeasureTenants(Message, frozen=True):
+    """-> TenantBytes"""
+
+
+class TenantBytes(Message, frozen=True):
+    """In memory, by tenant; "": without one. At most 1,000 tenants, the largest."""
+
+    nbytes: dict[str, int]
+
+
 class Prefetch(Message, frozen=True):
     query: Query
 
@@ -549,6 +559,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Explain,
     ListNamespaces,
     ListOwned,
+    MeasureTenants,
     Prefetch,
     Retain,
     Demote,
@@ -586,6 +597,7 @@ Answer = Union[  # noqa: UP007
     Explained,
     Named,
     Owned,
+    TenantBytes,
     Retained,
     Demoted,
     Leased,

@@ -64,6 +64,10 @@ class OperatorCalls(WholePrompts):
         size = NAMESPACE_BYTES
         return frozenset(joined[at : at + size] for at in range(0, len(joined), size))
 
+    def tenants(self, *, deadline_s: float | None = None) -> dict[str, int]:
+        """Bytes in memory by tenant; "": without one."""
+        return self._call(m.MeasureTenants(), m.TenantBytes, deadline_s).nbytes
+
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
         self.flush(0, deadline_s=deadline_s)

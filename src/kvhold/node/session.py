@@ -107,6 +107,7 @@ class Session:
             m.Explain: self._explain,
             m.ListNamespaces: self._list_names,
             m.ListOwned: self._list_owned,
+            m.MeasureTenants: self._measure_tenants,
             m.Prefetch: self._prefetch,
             m.Retain: self._retain,
             m.Demote: self._demote,
@@ -238,6 +239,11 @@ class Session:
     def _list_owned(self, request: m.ListOwned) -> m.Answer | Running[m.Answer]:
         turns = self._state.reencodings.owned_turns(request.tenant)
         return self._in_turns(turns, lambda owned: m.Owned(b"".join(owned)))
+
+    def _measure_tenants(self, request: m.MeasureTenants) -> m.Answer | Running[m.Answer]:
+        used = list(self._state.ram.used_by_namespace.items())
+        turns = self._state.reencodings.tenants_turns(used)
+        return self._in_turns(turns, m.TenantBytes)
 
     def _prefetch(self, request: m.Prefetch) -> m.Answer | Running[m.Answer]:
         return self._in_turns(self._state.prefetch_turns(self, request.query), lambda _: m.Done())

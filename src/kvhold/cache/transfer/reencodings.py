@@ -1,9 +1,11 @@
 """Known namespaces, running re-encodings and their owners. No I/O."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from heapq import nlargest
+from operator import itemgetter
 
 from kvhold.cache.chores import Turns
 from kvhold.cache.index.presence import Presence
@@ -19,6 +21,7 @@ from kvhold.core.store_options import StoreOptions
 _MOST_SPACES = 1 << 16
 _MOST_REENCODINGS = 64
 _SPACES_A_STEP = 250
+_MOST_TENANTS = 1000
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,16 @@ class Reencodings:
             if number % _SPACES_A_STEP == 0:
                 yield _SPACES_A_STEP
         return owned
+
+    def tenants_turns(self, used: Sequence[tuple[bytes, int]]) -> Turns[dict[str, int]]:
+        """Sum the bytes of namespaces by tenant. Those of several tenants have none."""
+        totals: dict[str, int] = {}
+        for number, (namespace, nbytes) in enumerate(used, 1):
+            tenant = self.tenant_of(namespace) or ""
+            totals[tenant] = totals.get(tenant, 0) + nbytes
+            if number % _SPACES_A_STEP == 0:
+                yield _SPACES_A_STEP
+        return dict(nlargest(_MOST_TENANTS, totals.items(), key=itemgetter(1)))
 
     def layout_of(self, namespace: bytes) -> Layout | None:
         """Any thread."""

@@ -9,6 +9,7 @@ const EVERY_MS = 10000;
 const SVG = "http://www.w3.org/2000/svg";
 let since = 21600;
 let opened = "";
+let openedReason = "";
 
 const at = (id) => document.getElementById(id);
 
@@ -164,7 +165,36 @@ function table(place, heads, rows, empty) {
 const number = (text) => ({ text });
 const state = (isGood, text) => ({ text, kind: isGood ? "good" : "bad" });
 
-function showReasons(missed, meanings) {
+function share(part, whole) {
+  return whole ? (100 * part / whole).toFixed(0) + " %" : "–";
+}
+
+// what the state tells about a reason, in lines
+function evidence(reason, status, namespaces) {
+  const newest = [...namespaces.namespaces].sort((a, b) => b.at_s - a.at_s);
+  const peers = (status.tiers || []).flatMap((tier) => (tier.followed_peers ? tier.followed_peers.peers : []));
+  const holders = () => byBytes(namespaces.tenants).slice(0, 5).map(([tenant, used]) =>
+    `${tenant ? "tenant " + tenant : "without a tenant"} holds ${bytes(used)}, ${share(used, status.used_bytes)} of the used memory`);
+  if (reason === "evicted" || reason === "no_room" || reason === "declined") {
+    return [`${bytes(status.used_bytes)} of ${bytes(status.arena_bytes)} are used`, ...holders()];
+  }
+  if (reason === "never_stored" || reason === "incomplete") {
+    return newest.slice(0, 5).map((one) =>
+      `${one.digest.slice(0, 16)} (${one.title}) is here since ${new Date(1000 * one.at_s).toLocaleString()}, and has ${bytes(one.bytes)}`)
+      .concat("a change of the model, its settings or versions makes a new namespace, which begins empty: kvhold names A B shows the difference");
+  }
+  if (reason === "tier_down" || reason === "deadline" || reason === "bad_frame") {
+    return (status.tiers || []).map((tier) =>
+      `tier ${tier.name} is ${tier.available ? "in use" : "not used"}${tier.last_fault ? ": " + tier.last_fault : ""}`);
+  }
+  if (reason.startsWith("peer_")) return peers.map((peer) => `${peer.address} is ${peer.state}: ${peer.last_fault || "no fault"}`);
+  if (reason === "expired") return ["the time to live is rules.ttl_s of the engine, or kvhold.ttl_s of the request"];
+  return [];
+}
+
+const byBytes = (sizes) => Object.entries(sizes).sort((a, b) => b[1] - a[1]);
+
+function showReasons(missed, meanings, status, namespaces) {
   const total = Object.values(missed).reduce((all, values) => all + sum(values), 0);
   const rows = Object.entries(missed).map(([reason, values]) => [reason, sum(values)])
     .filter(([, tokens]) => tokens > 0).sort((a, b) => b[1] - a[1])
@@ -172,7 +202,28 @@ function showReasons(missed, meanings) {
       const row = meanings.find((one) => one.reason === reason) || { meaning: "", action: "" };
       return [reason, number(count(tokens)), number((100 * tokens / total).toFixed(1) + " %"), row.meaning, row.action];
     });
-  table(at("reasons"), ["reason", "tokens", "share", "meaning", "what to do"], rows, "no token was missed in this time");
+  const made = table(at("reasons"), ["reason", "tokens", "share", "meaning", "what to do"], rows, "no token was missed in this time");
+  if (!made) return;
+  [...made.rows].slice(1).forEach((row, i) => {
+    const reason = rows[i][0];
+    row.dataset.reason = reason;
+    canBeOpened(row, () => {
+      openedReason = openedReason === reason ? "" : reason;
+      showReasons(missed, meanings, status, namespaces);
+    });
+    if (reason !== openedReason) return;
+    const cell = make("td", undefined, { colspan: 5 });
+    cell.append(...evidence(reason, status, namespaces).map((line) => make("div", line)));
+    const shown = make("tr", undefined, { class: "evidence" });
+    shown.append(cell);
+    row.after(shown);
+  });
+}
+
+function canBeOpened(row, open) {
+  row.tabIndex = 0;
+  row.addEventListener("click", open);
+  row.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
 }
 
 function showTiers(status) {
@@ -202,10 +253,7 @@ function showRequests(decisions) {
   [...made.rows].slice(1).forEach((row, i) => {
     const decision = decisions[i];
     const id = decision.request + decision.at_s;
-    row.tabIndex = 0;
-    const open = () => { opened = opened === id ? "" : id; showRequests(decisions); };
-    row.addEventListener("click", open);
-    row.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
+    canBeOpened(row, () => { opened = opened === id ? "" : id; showRequests(decisions); });
     if (id === opened) row.after(detail(decision));
   });
 }
@@ -270,9 +318,11 @@ async function show() {
     const used = byLabel(history, "kvhold_arena_used_bytes")[""];
     chart(at("memory"), history.at_s, used ? { "": used } : {}, { most: status.arena_bytes, format: bytes });
     showNumbers(status, sum(looked) ? Math.min(1, sum(found) / sum(looked)) : null);
-    showReasons(missed, reasons.reasons);
+    showReasons(missed, reasons.reasons, status, namespaces);
     showTiers(status);
     showPeers(status);
+    table(at("tenants"), ["tenant", "memory", "of the used memory"], byBytes(namespaces.tenants).slice(0, 100).map(([tenant, used]) => [
+      tenant || "(none)", number(bytes(used)), number(share(used, status.used_bytes))]), "nothing is in memory");
     table(at("namespaces"), ["namespace", "model", "engine", "memory", "since"],
       namespaces.namespaces.sort((a, b) => b.bytes - a.bytes).slice(0, 100).map((one) => [
         one.digest.slice(0, 16), one.title, one.client, number(bytes(one.bytes)),
