@@ -38,13 +38,18 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mooncake": (
         {
             "remote_url": "mooncakestore://h:50051/",
-            "extra_config": {"protocol": "tcp", "master_server_address": "h"},
+            "extra_config": {
+                "master_server_address": "h",
+                "global_segment_size": 256 << 20,
+            },
         },
-        {"tiers": ("mooncake://h:50051/",)},
+        {
+            "tiers": ("mooncake://h:50051/?segment_bytes=268435456&allow_all_interfaces=true",)
+        },
     ),
     "infinistore": (
         {"remote_url": "infinistore://h:12345/?device=mlx5_1"},
-        {"tiers": ("infinistore://h:12345/",)},
+        {"tiers": ("infinistore://h:12345/?device=mlx5_1",)},
     ),
     "shared files": ({"remote_url": "fs://h:0/mnt/kv"}, {"tiers": ("fs:///mnt/kv",)}),
     "nowhere": ({"remote_url": "blackhole://h:1"}, {"tiers": ("null://",)}),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from kvhold.core.errors import ConfigError
 
@@ -105,6 +105,14 @@ _EXTRAS = {
     "lmcache_rpc_port": _NOTHING,
     "discard_partial_chunks": "store_tails, with the opposite value",
     "skip_last_n_tokens": "skip_last_n_tokens",
+}
+_MOONCAKE = {
+    "metadata_server": "metadata",
+    "protocol": "protocol",
+    "device_name": "device",
+    "local_hostname": "hostname",
+    "global_segment_size": "segment_bytes",
+    "local_buffer_size": "buffer_bytes",
 }
 _POLICIES = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo", "MRU": "mru"}
 _CODECS = {"naive": "", "torch": "", "safetensor": "", "fast": ""} | {
@@ -290,6 +298,7 @@ def _remote_tiers(migration: Migration, values: Mapping[str, Any]) -> list[str]:
     codec = _codec_of(migration, values)
     if codec:
         options.append(f"codec={codec}")
+    options += _client_options(migration, scheme, rest, _extra(values))
     url = _remote_url(migration, scheme, rest)
     return [] if url is None else [_with_query(url, options)]
 
@@ -340,6 +349,25 @@ def _remote_url(migration: Migration, scheme: str, rest: str) -> str | None:
     return None
 
 
+def _client_options(
+    migration: Migration, scheme: str, rest: str, extra: Mapping[str, Any]
+) -> list[str]:
+    if scheme == "infinistore":
+        device = parse_qs(rest.partition("?")[2]).get("device", [])
+        link = extra.get("infinistore_link_type")
+        found = {"device": device[0] if device else None, "link_type": link}
+    elif scheme == "mooncakestore":
+        migration.notes["remote_url"] = (
+            "a tier; allow_all_interfaces=true: as with LMCache, Mooncake's client listens on all "
+            "interfaces without authentication"
+        )
+        found = {option: extra.get(name) for name, option in _MOONCAKE.items()}
+        found["allow_all_interfaces"] = "true"
+    else:
+        return []
+    return [f"{name}={quote(str(value), safe=':,')}" for name, value in found.items() if value]
+
+
 def _without_password(migration: Migration, place: str) -> str:
     credentials, at, hosts = place.rpartition("@")
     if not at or not credentials.partition(":")[2]:
@@ -372,6 +400,8 @@ def _extra(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _translate_extra(migration: Migration, name: str, value: Any) -> None:
     meaning = _EXTRAS.get(name)
+    if name in _MOONCAKE:
+        meaning = f"the option {_MOONCAKE[name]} of the tier mooncake"
     if meaning is None and name.startswith(("audit_", "mooncake", "master_", "protocol")):
         meaning = "an option of the tier; see `kvhold tiers`"
     migration.notes[f"extra_config.{name}"] = meaning or "not known as a setting of LMCache"
