@@ -107,7 +107,16 @@ def test_a_fetch_or_share_may_be_of_the_first_tokens(kind: HintAction) -> None:
     (hint,) = read_hints(envelope(action(f"kv.{kind}", num_tokens=64)), None).hints
     assert (hint.action, hint.num_tokens) == (kind, 64)
     (hint,) = read_hints(None, own({"action": str(kind)})).hints
-    assert (hint.action, hint.num_tokens) == (kind, None)
+    assert (hint.action, hint.num_tokens, hint.tier) == (kind, None, "")
+
+
+def test_a_fetch_may_name_one_of_the_nodes_tiers() -> None:
+    for read in (
+        read_hints(envelope(action("kv.fetch", tier="disk")), None),
+        read_hints(None, own({"action": "fetch", "tier": "disk"})),
+    ):
+        (hint,) = read.hints
+        assert (hint.action, hint.tier) == (HintAction.FETCH, "disk")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +135,8 @@ def test_a_fetch_or_share_may_be_of_the_first_tokens(kind: HintAction) -> None:
         ({"action": "fetch", "num_tokens": 0}, "num_tokens: 0 must be a whole number"),
         ({"action": "fetch", "source": "tcp://h:1"}, "source: no place is taken from a request"),
         ({"action": "share", "target": "disk"}, "target: no place is taken from a request"),
+        ({"action": "fetch", "tier": 7}, "tier: 7 must be text"),
+        ({"action": "share", "tier": "disk"}, "there is no field 'tier'; known are num_tokens"),
         ({"action": "share", "ttl_s": 1}, "there is no field 'ttl_s'; known are num_tokens"),
         ({"action": "pin", "ttl_s": 1, "until": "superseded"}, "until: only retain"),
         ({"action": "retain", "ttl_s": 1, "until": "noon"}, "until: 'noon' must be 'ttl'"),

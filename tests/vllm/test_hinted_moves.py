@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,32 @@ class TestFetch:
             assert (answer.outcome, answer.num_tokens) == ("accepted", 100)
             assert answer.sources == {place: 100}
             assert in_memory(client, prompt) == 100
+
+    def test_from_a_named_tier_only(
+        self, fleet: Fleet, tmp_path: Path, moves: list[HintedMoves]
+    ) -> None:
+        other = f"disk://{tmp_path}/other?max_bytes=64MiB&name=other"
+        client = joined(fleet.start("a", disk(tmp_path), other))
+        prompt = a_prompt(SPACE, 100)
+        store(client, prompt)
+        for tier in ("other", "disk"):
+            assert client.flush(deadline_s=PATIENT_S)
+            leave_memory(client, "disk", prompt.query())
+            answer = carried_out(client, replace(FETCH, tier=tier), prompt, moves)
+            assert (answer.outcome, answer.sources) == ("accepted", {tier: 100})
+        assert moves[-1].has_tier("other") and not moves[-1].has_tier("nothing")
+
+    def test_from_a_tier_without_it_nothing_comes(
+        self, fleet: Fleet, tmp_path: Path, moves: list[HintedMoves]
+    ) -> None:
+        empty = f"disk://{tmp_path}/empty?max_bytes=64MiB&name=empty&read_only=true"
+        client = joined(fleet.start("a", disk(tmp_path), empty))
+        prompt = a_prompt(SPACE, 100)
+        store(client, prompt)
+        assert client.flush(deadline_s=PATIENT_S)
+        leave_memory(client, "disk", prompt.query())
+        answer = carried_out(client, replace(FETCH, tier="empty"), prompt, moves)
+        assert (answer.outcome, in_memory(client, prompt)) == ("missing", 0)
 
     def test_from_a_peer(self, fleet: Fleet, moves: list[HintedMoves]) -> None:
         first = fleet.start("a", port=0)
@@ -244,7 +271,15 @@ def test_all_actions_of_a_real_engine_across_memory_disk_and_a_peer(
         other = joined(fleet.start("other", shared(tmp_path)), space)
         with other.lookup(query_of(client, namespace.hex(), own), wait_s=PATIENT_S) as hit:
             assert hit.sources == {"fs": 640}, "another host reads what was shared"
+        [answer] = ask(engine, own, fetch | {"tier": "nothing"}, store=False)
+        assert (answer["outcome"], answer["reason"]) == (
+            "rejected",
+            "tier: the node has no tier 'nothing'",
+        )
         leave_memory(client, "disk", query_of(client, namespace.hex(), theirs))
+        [answer] = ask(engine, theirs, fetch | {"tier": "fs"}, store=False)
+        assert answer["outcome"] in ("missing", "deferred"), "it is on the disk, and at the peer"
+        assert in_memory_of(client, namespace, theirs) == 0
         [answer] = ask(engine, theirs, fetch, store=False)
         assert (answer["outcome"], answer["sources"]) == ("accepted", {"disk": 640})
         [answer] = ask(engine, theirs, fetch, store=False)

@@ -56,6 +56,7 @@ class Hint:
     until_superseded: it ends with the session's next turn
     of_session:       it is about the session's latest turns
     num_tokens:       of the prompt, from its start; None: all
+    tier:             the only one of the node's to fetch from; empty: all
     """
 
     field: str
@@ -65,6 +66,7 @@ class Hint:
     until_superseded: bool = False
     of_session: bool = False
     num_tokens: int | None = None
+    tier: str = ""
 
     @property
     def needs_session(self) -> bool:
@@ -203,7 +205,7 @@ def _own_hints(field: str, value: Any) -> Iterator[Hint | HintAnswer]:
 def _own_hint(field: str, value: Any) -> Hint | HintAnswer:
     hint_id = action = ""
     try:
-        known = ("id", "action", "ttl_s", "until", "target", "num_tokens", *_PLACES)
+        known = ("id", "action", "ttl_s", "until", "target", "num_tokens", "tier", *_PLACES)
         one = dict(_fields(field, value, known))
         hint_id = _name(f"{field}.id", one.pop("id", None))
         kind = _kind(f"{field}.action", one.pop("action", None))
@@ -216,8 +218,11 @@ def _own_hint(field: str, value: Any) -> Hint | HintAnswer:
 def _hint(field: str, hint_id: str, kind: HintAction, at: str, payload: Any) -> Hint:
     if kind in (HintAction.SHARE, HintAction.FETCH):
         _check_no_place(at, payload)
-        num_tokens = _fields(at, payload, ("num_tokens",)).get("num_tokens")
-        return Hint(field, hint_id, kind, num_tokens=_count(f"{at}.num_tokens", num_tokens))
+        known = ("num_tokens", "tier") if kind is HintAction.FETCH else ("num_tokens",)
+        values = _fields(at, payload, known)
+        num_tokens = _count(f"{at}.num_tokens", values.get("num_tokens"))
+        tier = _name(f"{at}.tier", values.get("tier"))
+        return Hint(field, hint_id, kind, num_tokens=num_tokens, tier=tier)
     if kind in (HintAction.PREFETCH, HintAction.DEMOTE):
         target = _fields(at, payload, ("target",)).get("target", _PROMPT)
         if target not in (_PROMPT, _SESSION):

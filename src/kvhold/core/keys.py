@@ -78,6 +78,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_lengths: in tokens
     tenant:       owner of the KV, for encrypted tiers
     only:         shards that the hit needs, in order; empty: all
+    tier:         the only lower tier that is read; empty: all
     """
 
     namespace: bytes
@@ -88,6 +89,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_lengths: tuple[int, ...] = ()
     tenant: str = ""
     only: tuple[int, ...] = ()
+    tier: str = ""
 
     @property
     def shard_numbers(self) -> Sequence[int]:

@@ -41,16 +41,20 @@ class Stack:
         unknown: Unknown | None = None,
         *,
         trace: TraceContext = "",
+        tier: str = "",
     ) -> dict[bytes, TierPlace]:
         """silent: receives the names of tiers that did not answer
         unknown: receives why not
         trace:   the parent of the probes' spans
+        tier:    the only one; empty: all
         """
         places: dict[bytes, TierPlace] = {}
         missing = list(keys)
         for number, guard in enumerate(self.guards):
             if not missing:
                 break
+            if tier and guard.name != tier:
+                continue
             if self.tracer is not None and trace:
                 sizes = await _probe_traced(self.tracer, trace, guard, missing, silent, unknown)
             else:

@@ -13,11 +13,15 @@ from kvhold.tiers.stack import TierPlace
 
 @dataclass(frozen=True)
 class ProbeCommand:
-    """-> `probed(search, places)`"""
+    """-> `probed(search, places)`
+
+    tier: the only one; empty: all
+    """
 
     search: int
     keys: list[bytes]
     trace: TraceContext = ""
+    tier: str = ""
 
 
 @dataclass(frozen=True)

@@ -498,7 +498,8 @@ def _sources(
 
 def _probe(number: int, search: Search, keys: list[bytes]) -> ProbeCommand:
     # first: the mark goes after the last chunk has come
-    return ProbeCommand(number, [search.mark, *keys] if search.mark else keys, search.trace)
+    keys = [search.mark, *keys] if search.mark else keys
+    return ProbeCommand(number, keys, search.trace, search.query.tier)
 
 
 def _parts(chunks: range, size: int) -> list[range]:

@@ -281,7 +281,9 @@ class TierWorker:
         nothing = partial(self._state.probed, command.search, {}, silent=TIER_DOWN)
         with on_error(lambda: self._post(nothing)):
             await self._meet(command.keys)
-            places = await self._stack.probe(command.keys, unknown=unknown, trace=command.trace)
+            places = await self._stack.probe(
+                command.keys, unknown=unknown, trace=command.trace, tier=command.tier
+            )
         self._post(
             lambda: self._state.probed(
                 command.search, places, silent=unknown.why, unknown=unknown.keys

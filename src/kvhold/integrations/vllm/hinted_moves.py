@@ -2,9 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Lock
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvhold.core.api import Hit
 from kvhold.core.errors import KVHoldError
@@ -25,6 +28,14 @@ _PAUSE_S, _POLL_S = 0.1, 0.005
 _STATUS_AGE_S = 5.0
 
 
+class _Places(NamedTuple):
+    """shared: the tiers that the node writes to, and others read"""
+
+    tiers: Sequence[str] = ()
+    shared: Sequence[str] = ()
+    serves_peers: bool = False
+
+
 class HintedMoves:
     """reserve, and what it is followed by, run on any thread; others on the lookup thread.
 
@@ -37,7 +48,7 @@ class HintedMoves:
         self._closing = Event()
         self._lock = Lock()
         self._num_moves = 0
-        self._places: tuple[list[str], bool] = ([], False)
+        self._places = _Places()
         self._places_due_s = 0.0
 
     def close(self) -> None:
@@ -55,7 +66,7 @@ class HintedMoves:
 
     def fetch(self, hint: Hint, query: Query, whole: int) -> "Future[HintAnswer]":
         """Begin to load. whole: the prompt's tokens that can be stored. A place is reserved."""
-        hit = self._look_up(query)
+        hit = self._look_up(replace(query, tier=hint.tier))
         return self._begin(lambda: self._fetch(hint, hit, whole))
 
     def share(self, hint: Hint, query: Query, whole: int) -> "Future[HintAnswer]":
@@ -68,8 +79,11 @@ class HintedMoves:
         self._begin(lambda: self._share_stored(hint, query, whole))
 
     def can_share(self) -> bool:
-        tiers, serves = self._shared_places()
-        return bool(tiers) or serves
+        places = self._node_places()
+        return bool(places.shared) or places.serves_peers
+
+    def has_tier(self, name: str) -> bool:
+        return name in self._node_places().tiers
 
     def _look_up(self, query: Query) -> Hit:
         try:
@@ -132,10 +146,10 @@ class HintedMoves:
 
     def _write(self, hint: Hint, query: Query, num_tokens: int, whole: int) -> HintAnswer:
         """num_tokens: held in memory"""
-        tiers, serves = self._shared_places()
+        places = self._node_places()
         until_s = time.monotonic() + _LONGEST_S
-        faults, num_places = [], int(serves)
-        for tier in tiers:
+        faults, num_places = [], int(places.serves_peers)
+        for tier in places.shared:
             with self._cache.copy(tier, query) as copying:
                 progress = copying.refresh()
                 while not progress.done and time.monotonic() < until_s:
@@ -162,16 +176,15 @@ class HintedMoves:
             hit.refresh()
         hit.settle()
 
-    def _shared_places(self) -> tuple[list[str], bool]:
-        """Names of shared tiers, and whether the node serves peers."""
+    def _node_places(self) -> _Places:
         if (now_s := time.monotonic()) >= self._places_due_s:
             status = self._cache.status()
-            tiers = [
-                tier["name"]
-                for tier in status.get("tiers", ())
-                if tier["shared"] and not tier["read_only"]
-            ]
-            self._places = tiers, "served_peers" in status
+            tiers = status.get("tiers", [])
+            self._places = _Places(
+                [tier["name"] for tier in tiers],
+                [tier["name"] for tier in tiers if tier["shared"] and not tier["read_only"]],
+                "served_peers" in status,
+            )
             self._places_due_s = now_s + _STATUS_AGE_S
         return self._places
 

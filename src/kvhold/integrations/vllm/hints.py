@@ -240,6 +240,8 @@ class HintedRequests:
             return asked
         if hint.action is HintAction.SHARE and not self._moves.can_share():
             return hint.answer(HintOutcome.REJECTED, NOWHERE)
+        if hint.tier and not self._moves.has_tier(hint.tier):
+            return hint.answer(HintOutcome.REJECTED, f"tier: the node has no tier {hint.tier!r}")
         if not self._moves.reserve():
             return hint.answer(HintOutcome.REJECTED, TOO_MANY)
         whole = _whole_tokens(asked, prompt.namespace.layout.tokens_per_chunk)
