@@ -238,7 +238,7 @@ class ControlApi:
         self._node = node
         self._recorder = recorder
         self._tokenizers = tokenizers
-        self._jobs = Jobs(node)
+        self._jobs = Jobs(node, recorder)
         self._pins = PromptPins(node, max_pinned_bytes)
 
     async def live(self) -> HealthAnswer:

@@ -22,8 +22,10 @@ _COARSE_STEP_S, _COARSE_S = 300, 30 * 86400
 _PRUNE_EVERY = 60  # samples
 _MOST_SERIES = 1000
 _MOST_POINTS = 300
+_MOST_JOBS = 256
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS series (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE IF NOT EXISTS jobs (number INTEGER PRIMARY KEY, row TEXT);
 CREATE TABLE IF NOT EXISTS points (
     level INTEGER, series INTEGER, at INTEGER, value REAL, PRIMARY KEY (level, series, at)
 ) WITHOUT ROWID;
@@ -108,6 +110,16 @@ class History:
             if found:
                 series[name] = [found.get(at) for at in columns]
         return {"step_s": step, "at_s": columns, "series": series}
+
+    def save_job(self, number: int, row: str) -> None:
+        """Keep the latest `_MOST_JOBS`."""
+        with self._database:
+            self._database.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (number, row))
+            self._database.execute("DELETE FROM jobs WHERE number <= ?", (number - _MOST_JOBS,))
+
+    def jobs(self) -> list[str]:
+        rows = self._database.execute("SELECT row FROM jobs ORDER BY number").fetchall()
+        return [row for (row,) in rows]
 
     def close(self) -> None:
         self._database.close()

@@ -1,12 +1,13 @@
+import asyncio
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from itertools import count
 from typing import ClassVar, TypedDict, cast
 
 import msgspec
 
 from kvhold.control.node import ControlledNode
+from kvhold.control.recorder import Recorder
 from kvhold.control.refusals import ControlRefusal
 from kvhold.core.api import Copying, Reencoding
 from kvhold.core.errors import KVHoldError
@@ -143,45 +144,88 @@ class _Job:
 
 
 class Jobs:
-    """One event loop. Its end, or the node's, ends all jobs."""
+    """One event loop. Its end, or the node's, ends all jobs; the history keeps their outcomes."""
 
-    def __init__(self, node: ControlledNode) -> None:
+    def __init__(self, node: ControlledNode, recorder: Recorder | None = None) -> None:
+        """recorder: started before any call; None: outcomes end with the API"""
         self._node = node
-        self._numbers = count(1)
+        self._recorder = recorder
         self._jobs: dict[int, _Job] = {}
+        self._earlier: dict[int, JobRow] = {}
+        self._saved: set[int] = set()
+        self._loading = asyncio.Lock()
+        self._is_loaded = recorder is None
+        self._last_number = 0
+        if recorder is not None:
+            recorder.on_sample = self.rows
 
     async def begin(self, request: JobRequest | MoveRequest) -> JobRow:
         """Raises ControlRefusal."""
         await self.rows()
+        await self._load()
         running = sum(not job.work.progress.done for job in self._jobs.values())
         if running >= _MOST_RUNNING:
             raise ControlRefusal(
                 HTTPStatus.TOO_MANY_REQUESTS, "busy", f"{running} jobs are running or waiting"
             )
         work: Reencoding | Copying = await self._node.call(request.begin)
-        job = _Job(next(self._numbers), request, work)
+        self._last_number += 1
+        job = _Job(self._last_number, request, work)
         self._jobs[job.number] = job
+        await self._save(job)
         self._drop_old()
         return job.row()
 
     async def rows(self) -> list[JobRow]:
         """The latest first."""
+        await self._load()
         running = [job for job in self._jobs.values() if not job.work.progress.done]
         if running:
             await self._node.call(lambda _: [job.refresh() for job in running])
-        return [job.row() for job in reversed(self._jobs.values())]
+        for job in list(self._jobs.values()):
+            if job.work.progress.done and job.number not in self._saved:
+                await self._save(job)
+        rows = self._earlier | {job.number: job.row() for job in self._jobs.values()}
+        return list(reversed(rows.values()))[:_MOST_KEPT]
 
     async def row(self, number: int) -> JobRow:
         """Raises ControlRefusal."""
+        await self._load()
+        if number in self._earlier:
+            return self._earlier[number]
         job = self._find(number)
         await self._node.call(lambda _: job.refresh())
+        await self._save(job)
         return job.row()
 
     async def cancel(self, number: int) -> JobRow:
         """Finished chunks stay as they are. Raises ControlRefusal."""
+        await self._load()
+        if number in self._earlier:
+            return self._earlier[number]
         job = self._find(number)
         await self._node.call(lambda _: job.refresh().end("cancelled"))
+        await self._save(job)
         return job.row()
+
+    async def _load(self) -> None:
+        async with self._loading:
+            if self._is_loaded or self._recorder is None:
+                return
+            for text in await self._recorder.jobs():
+                row: JobRow = msgspec.json.decode(text, type=JobRow)
+                if not row["progress"]["done"]:
+                    row["progress"] |= {"done": True, "stopped": "the API ended"}
+                self._earlier[row["number"]] = row
+            self._last_number = max(self._earlier, default=0)
+            self._is_loaded = True
+
+    async def _save(self, job: _Job) -> None:
+        if self._recorder is None or job.number in self._saved:
+            return
+        if job.work.progress.done:
+            self._saved.add(job.number)
+        await self._recorder.save_job(job.number, msgspec.json.encode(job.row()).decode())
 
     def _find(self, number: int) -> _Job:
         if number not in self._jobs:

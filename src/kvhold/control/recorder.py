@@ -1,9 +1,11 @@
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
+from typing import TypeVar
 
 from kvhold.control.exposition import state_samples
 from kvhold.control.history import History, HistoryAnswer
@@ -16,6 +18,8 @@ from kvhold.node import NodeClient
 from kvhold.node.paths import prepare_folder
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _MOST_SINCE_S = 30 * 86400.0
 _SAME_S = 2.0
@@ -33,12 +37,19 @@ class Recorder:
         self._runs = 0
         self._last: tuple[int, float] | None = None
         self._task: asyncio.Task[None] | None = None
+        self.on_sample: Callable[[], Awaitable[object]] | None = None
 
     def start(self) -> None:
         """Raises ConfigError, NodeError: the file cannot be used."""
         prepare_folder(self._path, setting="control.history_file")
         self._history = History(self._path)
         self._task = asyncio.get_running_loop().create_task(self._run(self._history))
+
+    async def jobs(self) -> list[str]:
+        return await self._in_thread(lambda history: history.jobs())
+
+    async def save_job(self, number: int, row: str) -> None:
+        await self._in_thread(lambda history: history.save_job(number, row))
 
     async def read(self, metrics: str, since_s: str) -> HistoryAnswer:
         """metrics: names, with commas. Raises ControlRefusal."""
@@ -51,10 +62,7 @@ class Recorder:
             seconds = 0.0
         if not 1 <= seconds <= _MOST_SINCE_S:
             raise _bad(f"since_s = {since_s[:20]!r}: must be from 1 to {_MOST_SINCE_S:.0f}")
-        assert self._history is not None, "not started"
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._history.read, names, seconds
-        )
+        return await self._in_thread(lambda history: history.read(names, seconds))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -64,6 +72,11 @@ class Recorder:
         if self._history is not None:
             self._history.close()
 
+    async def _in_thread(self, work: Callable[[History], Result]) -> Result:
+        history = self._history
+        assert history is not None, "not started"
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(history))
+
     async def _run(self, history: History) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -72,6 +85,8 @@ class Recorder:
                 run = self._run_of(status)
                 all_samples = [*state_samples(status), *samples]
                 await loop.run_in_executor(self._thread, history.add, time.time(), run, all_samples)
+                if self.on_sample is not None:
+                    await self.on_sample()
             except ControlRefusal as refusal:
                 log.debug("no sample: %s", refusal)
             except Exception:
