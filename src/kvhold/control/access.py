@@ -26,12 +26,7 @@ class ControlRole(IntEnum):
 
 
 class ForTenants(Enum):
-    """What a token of a tenant gets of a route.
-
-    SHARED: the same as others
-    OWN:    only what belongs to its namespaces (`tenants.py`)
-    NEVER:  status 403
-    """
+    """A tenant's token: as others; by `TenantApi`; or status 403."""
 
     SHARED = "shared"
     OWN = "own"
@@ -91,7 +86,6 @@ class Access:
 
 
 def _token_files(config: ControlConfig) -> Iterator[_TokenFile]:
-    """Raises ConfigError."""
     for role, path in (
         (ControlRole.READ, config.read_token_file),
         (ControlRole.OPERATE, config.operate_token_file),

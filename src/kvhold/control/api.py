@@ -118,9 +118,9 @@ class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
 
 
 class MoveOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
-    """A prompt whose chunks go from memory to a tier or a peer, as tokens, text or messages.
+    """A prompt to move from memory, as tokens, text or messages.
 
-    tier: its name, as in the status; or host: and the name or address of a peer
+    tier: its name; or `host:` and a peer's
     copy: memory keeps them
     """
 

@@ -112,7 +112,6 @@ class History:
         return {"step_s": step, "at_s": columns, "series": series}
 
     def save_job(self, number: int, row: str) -> None:
-        """Keep the latest `_MOST_JOBS`."""
         with self._database:
             self._database.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (number, row))
             self._database.execute("DELETE FROM jobs WHERE number <= ?", (number - _MOST_JOBS,))

@@ -144,10 +144,9 @@ class _Job:
 
 
 class Jobs:
-    """One event loop. Its end, or the node's, ends all jobs; the history keeps their outcomes."""
+    """One event loop. Its end, or the node's, ends all jobs; outcomes stay."""
 
     def __init__(self, node: ControlledNode, recorder: Recorder | None = None) -> None:
-        """recorder: started before any call; None: outcomes end with the API"""
         self._node = node
         self._recorder = recorder
         self._jobs: dict[int, _Job] = {}

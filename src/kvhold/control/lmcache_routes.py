@@ -87,11 +87,11 @@ class LMCacheCompress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LMCacheMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt to move from memory to a tier or a peer. A position: an instance and a location.
+    """A prompt to move from memory. A position: an instance and a location.
 
     old_position: a namespace, and LocalCPUBackend
     new_position: the same namespace, and a tier's name; LocalDiskBackend: the only one on a disk.
-                  Or the namespace, @ and a peer's name, and LocalCPUBackend
+                  Or NAMESPACE@PEER, and LocalCPUBackend
     tokens:       the prompt's
     copy:         memory keeps it
     """

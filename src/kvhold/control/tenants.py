@@ -1,4 +1,4 @@
-"""The API for a token of one tenant: other namespaces do not exist for it."""
+"""The API for one tenant: other namespaces do not exist."""
 
 from http import HTTPStatus
 from typing import TypeVar
@@ -26,7 +26,6 @@ Row = TypeVar("Row", PinRow, JobRow)
 
 class TenantApi(ControlApi):
     def __init__(self, whole: ControlApi, tenant: str) -> None:
-        """whole: whose jobs and pins it shares"""
         self.__dict__.update(vars(whole))
         self._tenant = tenant
 
@@ -92,7 +91,7 @@ class TenantApi(ControlApi):
         return {digest.hex() for digest in digests}
 
     async def _whole(self, digits: str) -> str:
-        """The digest. Raises ControlRefusal, which does not tell whether others have it."""
+        """The refusal does not tell whether others have it."""
         own = await self._own()
         found = [one for one in own if digits and one.startswith(digits.lower())]
         if len(found) != 1:

@@ -496,7 +496,7 @@ class Cache(Protocol):
     ) -> Copying:
         """Copy a prompt's chunks from memory to a tier, in the background.
 
-        tier: or, on a node, `host:` and a peer's name: the peer loads the prompt from here
+        tier: on a node also `host:` and a peer's name
 
         drop: remove each from memory when the tier has it, unless it is in use
 

@@ -56,7 +56,7 @@ class Hint:
     until_superseded: it ends with the session's next turn
     of_session:       it is about the session's latest turns
     num_tokens:       of the prompt, from its start; None: all
-    tier:             the only one of the node's to fetch from; empty: all
+    tier:             to fetch only from; empty: all
     """
 
     field: str

@@ -78,7 +78,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_lengths: in tokens
     tenant:       owner of the KV, for encrypted tiers
     only:         shards that the hit needs, in order; empty: all
-    tier:         the only lower tier that is read; empty: all
+    tier:         the only one read; empty: all
     """
 
     namespace: bytes

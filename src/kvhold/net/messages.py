@@ -199,13 +199,13 @@ class Named(Message, frozen=True):
 
 
 class ListOwned(Message, frozen=True):
-    """-> Owned"""
+    """Namespaces with only this tenant. -> Owned"""
 
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TENANT)]
 
 
 class Owned(Message, frozen=True):
-    """digests: joined, of namespaces with only this tenant"""
+    """digests: joined"""
 
     digests: bytes
 
@@ -215,7 +215,7 @@ class MeasureTenants(Message, frozen=True):
 
 
 class TenantBytes(Message, frozen=True):
-    """In memory, by tenant; "": without one. At most 1,000 tenants, the largest."""
+    """Of the 1,000 largest tenants, in memory. "": without one"""
 
     nbytes: dict[str, int]
 

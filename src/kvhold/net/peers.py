@@ -9,7 +9,7 @@ A **read** is answered by one Lent. Of a lent value, only the first bytes follow
 by the channel (`remote_memory.py`) until the lease ends: by Returned, with the connection,
 or after `peers.request_timeout_s`.
 
-A **load** is the last request of its connection but for PeerHas, and ends with it.
+A **load** ends with its connection.
 
 A **follow** is answered by events, after a snapshot's pages if the node lacks events after the
 follower's number. A follower whose number is not `after` follows again. A node sends an empty
@@ -150,7 +150,7 @@ class Returned(PeerMessage, frozen=True):
 class PeerLoad(PeerMessage, frozen=True):
     """Load a prompt into memory. Without an answer.
 
-    incarnation, number: of the follower, which may have it: its changes so far
+    incarnation, number: of the follower and its latest change
     """
 
     query: Query
@@ -159,15 +159,14 @@ class PeerLoad(PeerMessage, frozen=True):
 
 
 class PeerHas(PeerMessage, frozen=True):
-    """-> PeerHolds, once all keys are in memory, the load is over, or a second has passed"""
+    """-> PeerHolds: once all keys are in memory, at the load's end, or after a second"""
 
     keys: bytes
 
 
 class PeerHolds(PeerMessage, frozen=True):
-    """are_here:   one byte a key: 1 if it is in memory
-    num_tokens: of the prompt, in memory; None: the load is not over
-    fault:      why not more
+    """are_here:   a byte for each key
+    num_tokens: of the prompt; None: the load goes on
     """
 
     are_here: bytes

@@ -59,13 +59,13 @@ class OperatorCalls(WholePrompts):
                 return spaces, page.other_spaces, page.other_bytes
 
     def owned(self, tenant: str, *, deadline_s: float | None = None) -> frozenset[bytes]:
-        """Digests of the known namespaces with only this tenant."""
+        """Digests of namespaces with only this tenant."""
         joined = self._call(m.ListOwned(tenant), m.Owned, deadline_s).digests
         size = NAMESPACE_BYTES
         return frozenset(joined[at : at + size] for at in range(0, len(joined), size))
 
     def tenants(self, *, deadline_s: float | None = None) -> dict[str, int]:
-        """Bytes in memory by tenant; "": without one."""
+        """See `TenantBytes`."""
         return self._call(m.MeasureTenants(), m.TenantBytes, deadline_s).nbytes
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:

@@ -103,7 +103,6 @@ class PeerFeed:
         return self._size(digest_of(key))
 
     async def latest(self) -> int:
-        """The number after all changes that were noted before."""
         while self._notes or self._clears:
             self._number_notes()
             await next_turn()

@@ -65,7 +65,6 @@ class PeerServer(LoginServer):
     ) -> None:
         """metrics: of the server's thread
         plan:    None: chunks are sent over TCP
-        loads:   None: none are begun
 
         Raises ConfigError: an address that may not be exposed, or unusable credentials.
         """

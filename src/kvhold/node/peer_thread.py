@@ -122,7 +122,6 @@ class PeerThread:
         }
 
     async def _own_number(self) -> int:
-        """In the tiers' loop."""
         latest = asyncio.run_coroutine_threadsafe(self.feed.latest(), self._loop)
         return await asyncio.wrap_future(latest)
 

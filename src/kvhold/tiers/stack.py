@@ -46,7 +46,7 @@ class Stack:
         """silent: receives the names of tiers that did not answer
         unknown: receives why not
         trace:   the parent of the probes' spans
-        tier:    the only one; empty: all
+        tier:    the only one
         """
         places: dict[bytes, TierPlace] = {}
         missing = list(keys)

@@ -13,10 +13,7 @@ from kvhold.tiers.stack import TierPlace
 
 @dataclass(frozen=True)
 class ProbeCommand:
-    """-> `probed(search, places)`
-
-    tier: the only one; empty: all
-    """
+    """-> `probed(search, places)`"""
 
     search: int
     keys: list[bytes]
@@ -120,9 +117,9 @@ class CopyCommand:
 
 @dataclass(frozen=True)
 class PeerCopyCommand:
-    """Of held entries, which a peer loads with the query. -> `copies.copied(number, ...)`
+    """-> `copies.copied(number, ...)`
 
-    entries: empty: wait for the load's end
+    entries: held; none: wait for the load's end
     """
 
     number: int

@@ -59,9 +59,9 @@ class _Copy:
     tenant: str
     tier: int
     keys: Iterator[bytes]  # not looked at yet
-    peer: str = ""  # its address
-    num_tokens: int = 0  # in memory, for a peer
-    is_last: bool = False  # the peer's load is waited for
+    peer: str = ""
+    num_tokens: int = 0  # in memory
+    is_last: bool = False
     held: list[Entry] = field(default_factory=list)
     is_written: bool = False
     progress: CopyProgress = field(default_factory=CopyProgress)
@@ -79,7 +79,7 @@ class PromptCopies:
         """tenant_of: a namespace's only tenant; None: unknown, or several"""
         self.tiers: dict[str, CopyTier] = {}
         self.find_peer: Callable[[str], str] = _no_peers
-        """Returns a peer's address. Raises ConfigError."""
+        """Returns its address. Raises ConfigError."""
         self._ram = ram
         self._give_command = give_command
         self._run = run
@@ -120,14 +120,14 @@ class PromptCopies:
         """The tier no longer reads the chunks.
 
         are_there:  it has each of them
-        num_tokens: of the prompt, that a peer has at the end of its load
+        num_tokens: at a peer, after its load
         """
         copy = self._left.pop(number, None) or self._copies[number]
         held, copy.held, copy.is_written = copy.held, [], False
         self._ram.unpin_all(held)
         stored = [entry for entry, is_there in zip(held, are_there, strict=True) if is_there]
         dropped = self._dropped(stored) if copy.request.drop else 0
-        # a peer does not need all: not those outside the window
+        # chunks before a window are not needed there
         is_whole = num_tokens is not None and num_tokens >= max(1, copy.num_tokens)
         if num_tokens is not None and not is_whole:
             stopped = f"{copy.peer} has {num_tokens} of {copy.num_tokens} tokens: {stopped}"

@@ -1,4 +1,4 @@
-"""Has peers load prompts from here, for `PromptCopies`. In the tier worker's loop."""
+"""Has peers load prompts from here. In the tier worker's loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +30,6 @@ class PeerCopier:
         self._running[command.number] = self._tasks.start(self._run(command))
 
     def end(self, number: int) -> None:
-        """The peer's load ends, too."""
         if (running := self._running.pop(number, None)) is not None:
             running.cancel()
         if (loading := self._loadings.pop(number, None)) is not None:

@@ -1,4 +1,4 @@
-"""Prompts that peers tell this node to load, as for a lookup. They are not kept in memory."""
+"""Loads prompts, for peers, as a lookup does."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class _Prompt:
-    """In the state's loop. It owns the lookup."""
+    """In the state's loop."""
 
     def __init__(self, state: CacheState, query: Query) -> None:
         self._state, self._query = state, query
@@ -35,7 +35,6 @@ class _Prompt:
         self.found: Found | None = None
 
     def begin(self) -> None:
-        """Raises ConfigError, LayoutError, ProtocolError."""
         layout = self._state.layout(self._query.layout)
         num_keys = check_query(layout, self._query)
         _check_quota(self._state, self._query, layout)
@@ -68,7 +67,7 @@ class _Prompt:
 
 
 class PeerLoad:
-    """One prompt. In the peers' loop."""
+    """In the peers' loop."""
 
     def __init__(self, loads: "PeerLoads", request: p.PeerLoad) -> None:
         self._loads = loads
@@ -125,7 +124,6 @@ class PeerLoads:
         self._post(release)
 
     async def wait_for_changes(self, request: p.PeerLoad) -> None:
-        """Raises ConfigError."""
         if len(self._running) > _MOST_LOADS:
             raise ConfigError(f"it loads {_MOST_LOADS} prompts for peers already")
         loop = asyncio.get_running_loop()
@@ -163,7 +161,6 @@ class PeerLoads:
 
 
 def _check_quota(state: CacheState, query: Query, layout: Layout) -> None:
-    """Of groups with full attention. Raises ConfigError."""
     limits, chunks = state.ram.limits, len(query.hashes) // HASH_BYTES
     nbytes = sum(
         chunks * query.num_shards * layout.chunk_bytes(group, layout.tokens_per_chunk)

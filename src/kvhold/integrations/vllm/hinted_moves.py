@@ -29,7 +29,7 @@ _STATUS_AGE_S = 5.0
 
 
 class _Places(NamedTuple):
-    """shared: the tiers that the node writes to, and others read"""
+    """shared: read by others, and written here"""
 
     tiers: Sequence[str] = ()
     shared: Sequence[str] = ()

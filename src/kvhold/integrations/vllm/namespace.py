@@ -88,7 +88,7 @@ def layout_only(geometry: Geometry) -> Namespace:
 
 
 def usual(config: Config, namespace: Namespace) -> Namespace:
-    """Of requests without an adapter, a salt or tags. It is the one that operators can name."""
+    """Of requests without an adapter, a salt or tags of their own."""
     return namespace.narrowed(tags=request_rules(None, config.rules).tags)
 
 

@@ -1,4 +1,4 @@
-"""A prompt that a peer loads from this node. One event loop."""
+"""A prompt that a peer loads from here. One event loop."""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,10 +37,7 @@ class PeerLoading:
         return cls(peer, stream)
 
     async def holds(self, keys: Sequence[bytes]) -> p.PeerHolds:
-        """Wait until the peer holds all, or its load is over. Without keys: until this.
-
-        Raises TierError.
-        """
+        """Wait until it holds all of them, or its load is over. Raises TierError."""
         try:
             while True:
                 async with asyncio.timeout(_ANSWER_S):

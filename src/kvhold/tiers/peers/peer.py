@@ -240,7 +240,6 @@ class Peer:
         await self.channel.end()
 
     async def open(self) -> Stream:
-        """For requests. Raises as `open_to_follow`."""
         stream, welcome = await self.open_to_follow()
         if welcome.incarnation != self.incarnation:
             stream.close()

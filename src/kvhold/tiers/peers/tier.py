@@ -130,7 +130,7 @@ class PeersTier:
         self.clear_numbers = ClearNumbers()
         self._learned: Callable[[bytes], None] = lambda prefix: None
         self.own_number: Callable[[], Awaitable[int]] | None = None
-        """Of this node's changes so far; None: it serves no peers."""
+        """Of the latest change here; None: no peers are served."""
         self._index = PeerIndex()
         self.metrics = Metrics()
         self._bus = self.make_bus()
@@ -237,10 +237,7 @@ class PeersTier:
             self._inboxes.own_incarnation = own.incarnation
 
     def address_to_load(self, name: str) -> str:
-        """Of the peer with this address, host or name, which can load from here. Any thread.
-
-        Raises ConfigError.
-        """
+        """name: address, host or name of a peer. Any thread. Raises ConfigError."""
         others = [peer for peer in self.peers if not peer.is_self and not peer.is_elsewhere]
         found = [
             peer
@@ -270,7 +267,7 @@ class PeersTier:
         return await PeerLoading.begin(peer, request)
 
     def knows_changes(self, incarnation: int, number: int) -> bool | None:
-        """All of a peer's changes up to `number`. None: it is not followed. Any thread."""
+        """None: it is not followed. Any thread."""
         found = [peer for peer in self.peers if peer.incarnation == incarnation]
         if not any(peer.is_followed for peer in found):
             return None
