@@ -161,7 +161,6 @@ class Jobs:
     async def begin(self, request: JobRequest | MoveRequest) -> JobRow:
         """Raises ControlRefusal."""
         await self.rows()
-        await self._load()
         running = sum(not job.work.progress.done for job in self._jobs.values())
         if running >= _MOST_RUNNING:
             raise ControlRefusal(

@@ -105,12 +105,12 @@ class ControlServer:
             cleanup.callback(lock.close)
             try:
                 await runner.setup()
+                if self._recorder is not None:
+                    self._recorder.start()
                 own = bind_own(self.path, setting="control.socket")
                 cleanup.callback(self.path.unlink, missing_ok=True)
                 await web.SockSite(runner, own, backlog=_BACKLOG).start()
                 await self._listen(runner)
-                if self._recorder is not None:
-                    self._recorder.start()
                 if self._export is not None:
                     self._export.start()
                 for number in _SIGNALS:

@@ -1,4 +1,4 @@
-"""Serves chunks and changes to followers, read-only, and lends chunks. One event loop.
+"""Serves chunks and changes to followers, lends chunks, and loads prompts. One event loop.
 
 The bytes in flight are limited, in total and per peer (`byte_budget.py`).
 """

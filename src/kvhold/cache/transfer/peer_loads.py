@@ -74,6 +74,7 @@ class PeerLoad:
         self._prompt = _Prompt(loads.state, request.query)
         self._fault = ""
         self._loading = asyncio.get_running_loop().create_task(self._load(request))
+        self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def holds(self, keys: Sequence[bytes]) -> p.PeerHolds:
         loop = asyncio.get_running_loop()
