@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 
 from kvhold.cache.state import CacheState
-from kvhold.cache.transfer.peer_loads import PeerLoads
 from kvhold.cache.transfer.peer_source import PeerSource
 from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.config import ServePeersConfig
@@ -13,6 +12,7 @@ from kvhold.core.keys import HANDED_OVER
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import ServedPeersStatus
 from kvhold.node.peer_feed import PeerFeed
+from kvhold.node.peer_loads import PeerLoads
 from kvhold.node.peer_publisher import PeerPublisher
 from kvhold.node.peer_server import PeerServer
 from kvhold.tiers.peers import PeersTier

@@ -66,7 +66,7 @@ class _Prompt:
         self._state.release_owner(self)
 
 
-class PeerLoad:
+class PromptLoad:
     """In the peers' loop."""
 
     def __init__(self, loads: "PeerLoads", request: p.PeerLoad) -> None:
@@ -113,14 +113,14 @@ class PeerLoads:
         self.state = state
         self.tier: PeersTier | None = None
         self._post = post
-        self._running: set[PeerLoad] = set()
+        self._running: set[PromptLoad] = set()
 
-    def begin(self, request: p.PeerLoad) -> PeerLoad:
-        load = PeerLoad(self, request)
+    def begin(self, request: p.PeerLoad) -> PromptLoad:
+        load = PromptLoad(self, request)
         self._running.add(load)
         return load
 
-    def end(self, load: PeerLoad, release: Callable[[], None]) -> None:
+    def end(self, load: PromptLoad, release: Callable[[], None]) -> None:
         self._running.discard(load)
         self._post(release)
 
