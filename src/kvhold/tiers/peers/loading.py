@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvhold.core.cleanup import on_error
 from kvhold.core.errors import ProtocolError, TierError
@@ -17,6 +18,14 @@ _ANSWER_S = 10.0  # a peer answers within a second
 _MOST_FAULT = 300
 _FAULTS = (OSError, EOFError, ProtocolError, TierError)
 _holds: Decoder[p.PeerHolds] = Decoder(p.PeerHolds)
+
+
+class PeerHeld(NamedTuple):
+    """See `PeerHolds`."""
+
+    are_here: list[bool]
+    num_tokens: int | None
+    fault: str
 
 
 class PeerLoading:
@@ -36,7 +45,7 @@ class PeerLoading:
             raise peer.fault_of("load", error) from None
         return cls(peer, stream)
 
-    async def holds(self, keys: Sequence[bytes]) -> p.PeerHolds:
+    async def holds(self, keys: Sequence[bytes]) -> PeerHeld:
         """Wait until it holds all of them, or its load is over. Raises TierError."""
         try:
             while True:
@@ -46,9 +55,8 @@ class PeerLoading:
                 if len(held.are_here) != len(keys):
                     raise ProtocolError(f"{len(held.are_here)} answers for {len(keys)} keys")
                 if held.num_tokens is not None or (keys and all(held.are_here)):
-                    return p.PeerHolds(
-                        held.are_here, held.num_tokens, quoted(held.fault, _MOST_FAULT)
-                    )
+                    are_here = [bool(one) for one in held.are_here]
+                    return PeerHeld(are_here, held.num_tokens, quoted(held.fault, _MOST_FAULT))
         except _FAULTS as error:
             raise self._peer.fault_of("load", error) from None
 
