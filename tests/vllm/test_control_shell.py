@@ -48,6 +48,10 @@ class Served:
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         return done.stdout
 
+    def wait_for(self, job: str) -> None:
+        line = f"api localhost/v1/jobs/{job}"
+        eventually(lambda: json.loads(self.shell(line))["progress"]["done"])
+
     def status_of(self, path: str, order: Any, token: str) -> int:
         """By TCP, with a token."""
         order_file = self.socket.with_name("order.json")
@@ -171,7 +175,7 @@ def test_what_is_refused_changes_nothing(served: Served) -> None:
 
 
 def test_each_operation_is_one_line(served: Served) -> None:
-    answers = {}
+    answers: dict[str, Any] = {}
     for line in lines_of_the_docs():
         made = line.replace("4f0c", served.digits).replace("[1, 2, 3]", json.dumps(PROMPT))
         if '"move-3"' in made:
@@ -181,9 +185,7 @@ def test_each_operation_is_one_line(served: Served) -> None:
         answer = served.shell(made)
         answers[name[1]] = answer if name[1] == "metrics" else json.loads(answer)
         if name[1] in ("compress", "decompress", "move"):
-            number = answers[name[1]]["event_id"].rpartition("-")[2]
-            job = f"api localhost/v1/jobs/{number}"
-            eventually(lambda job=job: json.loads(served.shell(job))["progress"]["done"])
+            served.wait_for(answers[name[1]]["event_id"].rpartition("-")[2])
     full = answers["query_instance"]["res"]
     assert full.startswith(served.digits)
     assert answers["lookup"]["layout_info"] == {full: ["LocalCPUBackend", len(PROMPT)]}
