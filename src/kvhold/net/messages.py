@@ -26,7 +26,7 @@ from kvhold.core.router_events import ChunkDescription
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TENANT, MAX_TTL_S, StoreOptions
 from kvhold.core.tracing import TraceContext
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
