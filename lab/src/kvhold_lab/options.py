@@ -110,7 +110,8 @@ def peer_option() -> Option:
     return click.option(
         "--peer",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="Host-memory spec for vLLM's offloading.",
+        help="Python file by which vLLM's OffloadingConnector copies on a CPU. "
+        "[default: benchmarks/vllm_host_offload.py of the checkout]",
     )
 
 

@@ -1,6 +1,6 @@
-"""A prompt's chunks go first in eviction, also those that are stored within seconds.
+"""A prompt's chunks go first in eviction until their next use, also those stored within seconds.
 
-A later use takes this back. Pinned chunks are left alone. No I/O.
+Pinned chunks are left alone. No I/O.
 """
 
 from collections.abc import Callable

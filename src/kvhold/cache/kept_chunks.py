@@ -1,7 +1,6 @@
 """Keeps chunks in memory by their names, also chunks that are not stored yet. No I/O.
 
-A name is kept while it has a keeper; each entry is held once. The bytes of all kept names count
-against a share of memory, and of a namespace's quota.
+The bytes of all kept names count against a share of memory, and of a namespace's quota.
 """
 
 from collections.abc import Collection, Sequence

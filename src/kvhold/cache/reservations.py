@@ -1,4 +1,4 @@
-"""Reserves memory for missing chunks. A writer fills it, then commits or abandons it. No I/O.
+"""Reserves memory for missing chunks. No I/O.
 
 After `stalled_after_s`, another writer may reserve the chunks in other memory; a late commit is
 ignored.

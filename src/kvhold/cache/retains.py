@@ -1,7 +1,7 @@
 """Keeps the chunks of prompts, also those stored later, in memory until a deadline or a release.
 
-A retain also ends with its owner, and by a clear. The first chunks are kept, up to
-`hints.max_bytes`, and up to a quarter of a namespace's quota. No I/O.
+Its owner's end, or a clear, ends a retain. The first chunks are kept, up to `hints.max_bytes`, and
+a quarter of a namespace's quota. No I/O.
 """
 
 from collections.abc import Callable, Hashable

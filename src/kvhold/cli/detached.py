@@ -1,6 +1,5 @@
-"""`kvhold serve --detach`: the node continues in the background.
-
-If it cannot start, the caller prints the end of the log and ends with the node's exit status.
+"""`kvhold serve --detach`. After a failed start, the caller prints the end of the log and ends with
+the node's exit status.
 """
 
 import logging

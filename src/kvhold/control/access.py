@@ -1,5 +1,5 @@
-"""Only this user can open the Unix socket; it needs no token. On TCP, a token gives its role.
-Without one, callers on loopback may read, unless reading needs one.
+"""Roles: on TCP by tokens; without one, callers on loopback may read, unless reading needs one. The
+Unix socket needs none: only this user can open it.
 """
 
 import hmac

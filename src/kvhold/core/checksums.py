@@ -1,7 +1,5 @@
-"""Checksums of chunks in memory: xxh3_64 per layer, as in a raw frame, against accidents, not
-forgery.
-
-The writer takes them, each reader checks.
+"""Checksums of chunks in memory: xxh3_64 per layer, as in a raw frame. The writer takes them, each
+reader checks.
 """
 
 import struct

@@ -1,7 +1,4 @@
-"""How a request may use the cache, from the settings and from the request.
-
-A request may ask for less than the settings allow, but for no other tenant.
-"""
+"""How a request may use the cache: as the settings allow, or less, and for no other tenant."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Equal on every host. Every file counts, except `HARMLESS_FILES`, and is hashed whole (xxh3, 128
-bits). Digests are kept in the user's cache folder, by path, size, times and inode, and count only
-if undamaged and this user's.
+"""Digests of weights, equal on every host. Every file but `HARMLESS_FILES` is hashed whole (xxh3,
+128 bits). Digests are kept in the user's cache folder, by path, size, times and inode, and count
+only if undamaged and this user's.
 """
 
 import logging

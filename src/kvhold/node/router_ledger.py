@@ -1,10 +1,7 @@
 """The node's chunks as announced to routers.
 
-A block is announced for a medium while all shards of one of its chunks are there. Routers match by
-the engine's block hashes and tokens. The node has neither: an engine describes a chunk when one of
-its requests stores or finds it. A chunk without a description is not announced.
-
-One thread, but for `has`.
+A block is announced for a medium while all shards of one of its chunks are there, and the chunk has
+a description. One thread, but for `has`.
 """
 
 from collections import Counter, OrderedDict

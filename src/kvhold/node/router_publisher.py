@@ -1,9 +1,8 @@
 """Publishes a node's chunks as KV cache events, over ZMQ and in vLLM's format.
 
-    Changes wait in a queue without duplicates. If it is full, all is announced as removed, and
-    chunks
-come back as they change. A slow subscriber misses batches (a gap in their numbers); the replay
-endpoint has the latest ones. One thread has the sockets and the ledger.
+Changes wait in a queue without duplicates. If it is full, all is announced as removed, and chunks
+come back as they change. The replay endpoint has the latest batches. One thread has the sockets and
+the ledger.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Spans for an OpenTelemetry collector (docs/tracing.md). Imported only if they are on.
 
-One thread sends them, in batches, from a bounded queue. The provider is kvhold's own, so an
-engine's tracing stays as it is.
+One thread sends them. The provider is kvhold's own, so an engine's tracing stays as it is.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Make the usage in an engine's answer reconcile with the engines' work (docs/proxy.md).
 
-Tokens are read from the cache if no engine of the request computed them. One event loop.
+One event loop.
 """
 
 import asyncio

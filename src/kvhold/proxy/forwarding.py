@@ -1,7 +1,7 @@
 """Send one request to a prefill and a decode engine.
 
-A failed prefill fails no request. Each part is tried on other engines until its first byte has
-arrived. Cancelling `forward` closes both connections. One event loop.
+Each part is tried on other engines until its first byte has arrived. Cancelling `forward` closes
+both connections. One event loop.
 """
 
 import asyncio

@@ -1,13 +1,11 @@
-"""The contract of a tier: one place where chunks live.
-
-One event loop. Calls may overlap. Item i of an answer belongs to key i.
+"""The contract of a tier. One event loop; calls may overlap. Item i of an answer belongs to key i.
 
 A missing value is `None`. A fault of one item is a TierError in its place; one of the whole place
 is raised. Lists of unequal lengths raise ValueError before any I/O. No other exception may escape.
 
-**Memory.** A call, also a cancelled one, ends only when it no longer uses the caller's buffers
-(`in_thread`). A tier connects at its first call, and again after a lost connection. Breaker,
-time-outs and retries are in `guard.py`.
+A call, also a cancelled one, ends only when it no longer uses the caller's buffers (`in_thread`). A
+tier connects at its first call, and again after a lost connection. Breaker, time-outs and retries
+are in `guard.py`.
 """
 
 import asyncio
@@ -72,8 +70,7 @@ class Tier(Protocol):
 
         `None`: missing, or larger than the parts, which may then hold any bytes.
 
-        starts: read ranges, from byte `starts[i]`, that fill the parts exactly; `None`: missing, or
-                ends earlier
+        starts: read ranges from here, which fill the parts exactly; `None`: missing, or shorter
         """
 
     async def put(
@@ -81,10 +78,9 @@ class Tier(Protocol):
     ) -> list[TierError | None]:
         """Store each value whole or not at all. `None`: stored, else the fault (TierFull: no room).
 
-        A key that is already there keeps its value.
+        A present key keeps its value.
 
-        ttl_s: remove the values after it, if the tier can. None: by the tier's settings; infinity:
-               never
+        ttl_s: remove the values after it, if the tier can. None: by its settings; infinity: never
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -109,8 +105,7 @@ class Replaces(Protocol):
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Replace each stored value in one step; false where none is stored.
 
-        A TierError: the old value stays (TierFull if both do not fit), or the answer was lost and
-        either value may be there.
+        A TierError: the old value stays (TierFull if both do not fit), or either may be there.
 
         A reader gets the old value or the new one, whole; in a durable tier also after a `kill -9`.
         The remaining time to live stays. Of a repeated key, the first value counts.
@@ -119,7 +114,7 @@ class Replaces(Protocol):
 
 @runtime_checkable
 class HasFolders(Protocol):
-    """Such as mounted disks, which may go away and come back."""
+    """Such as mounted disks."""
 
     def watch_folders(self, met: FolderMet) -> None:
         """Await `met(path, identity)` at each opening of a folder, before its values are used."""
@@ -253,7 +248,7 @@ def size_of(parts: Parts) -> int:
 
 
 async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
-    """If cancelled, wait until the thread has finished."""
+    """A cancelled call waits for the thread."""
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)

@@ -192,8 +192,7 @@ class GenerationTier:
     async def advance(self, prefix: bytes) -> bytes:
         """Begin the next generation of a namespace; empty: of all.
 
-        Returns the old values' name prefix. Raises TierError: the tier keeps no marker, or other
-        hosts were always first.
+        Returns the old values' name prefix. Raises TierError: no marker, or other hosts were first.
         """
         space = prefix or ALL
         self.use(space)

@@ -1,4 +1,4 @@
-"""The API under load: what it costs the engines' lookups, and how soon the dashboard is shown."""
+"""The API under load: its cost to lookups, and how soon the dashboard is shown."""
 
 import http.client
 import json
@@ -125,7 +125,6 @@ def look_up_steadily(path: str) -> None:
 
 
 def _fill(client: NodeClient, path: Path, sizes: ControlSizes) -> None:
-    """Each namespace has chunks, and tokens that were found and missed."""
     each = sizes.chunks // sizes.namespaces
     with RawClient(path) as writer:
         for number in range(sizes.namespaces):
@@ -139,7 +138,6 @@ def _fill(client: NodeClient, path: Path, sizes: ControlSizes) -> None:
 
 
 def _write_history(file: Path, client: NodeClient, step_s: int) -> None:
-    """A day of it, as the API would have written it."""
     status, measured = state_and_samples(client)
     samples = [*state_samples(status), *measured]
     now_s = int(time.time())

@@ -1,7 +1,4 @@
-"""Small checkpoints of every class, with random weights of a fixed seed.
-
-Needs torch, transformers and safetensors.
-"""
+"""Small random checkpoints of every class. Needs torch, transformers and safetensors."""
 
 from kvhold_lab.checkpoints.make import Checkpoint, make_checkpoint
 from kvhold_lab.checkpoints.recipes import RECIPES, Recipe

@@ -1,7 +1,4 @@
-"""A vLLM engine in this process, stepped by hand.
-
-One a process: the environment must be set before torch loads.
-"""
+"""A vLLM engine in this process, stepped by hand. One a process."""
 
 import os
 import time

@@ -1,7 +1,4 @@
-"""Compute a scheduler's output, in place of vLLM's model runner.
-
-For the second runner (`calls.py`), a resumed request is new.
-"""
+"""Compute a scheduler's output, in place of vLLM's model runner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""A server process that ends with its `with` block.
-
-Starting raises NotInstalled if the program is missing.
-"""
+"""A server process that ends with its `with` block. Raises NotInstalled without the program."""
 
 import os
 import secrets

@@ -1,6 +1,6 @@
-"""Replays a trace on hosts that are each other's peers.
+"""Replays a trace on hosts that are each other's peers. Memories are LRU.
 
-A host takes a prompt's beginning from its memory, its peers, then a shared tier. Memories are LRU.
+A prompt's beginning comes from memory, peers, then a shared tier.
 """
 
 from collections import OrderedDict

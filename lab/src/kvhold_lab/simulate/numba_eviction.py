@@ -1,6 +1,5 @@
-"""Replays a trace with compiled models of the policies.
-
-Two models have no class: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
+"""Compiled models of the policies, with `arc` (Megiddo and Modha, FAST 2003) and `belady`, the
+optimum.
 """
 
 from typing import Any, NamedTuple

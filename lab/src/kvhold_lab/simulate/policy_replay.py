@@ -1,8 +1,7 @@
 """Replays a trace on a cache, with any class that has the methods of `Policy`.
 
-A request touches chunks in memory, promotes the next ones, and stores the rest. All chunks have one
-size and one namespace. Below `learned`, the tier is a real disk index; below another policy that
-learns from lookups, `lru`.
+A request touches chunks in memory, promotes the next ones, and stores the rest. Chunks have one
+size and namespace. Below `learned`, the tier is a real disk index.
 """
 
 import pkgutil

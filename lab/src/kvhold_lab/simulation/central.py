@@ -1,6 +1,5 @@
-"""A central cache: the real server, simulated sockets, a failing tier.
-
-A call may access only its own memory. Every damaged frame is a finding.
+"""A central cache: the real server, simulated sockets, a failing tier. Each damaged frame is a
+finding.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
-"""Hosts that are each other's peers: indexes, feeds, gets and clears.
-
-Each host is a simulation (`run.py`) with a server and a tier of peers.
+"""Hosts that are each other's peers; each is a simulation (`run.py`) with a server and a tier of
+peers.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Runs many seeds on all cores, also of mutations.
-
-PYTHONHASHSEED is 0: a set's order is part of a history.
-"""
+"""Runs many seeds on all cores. PYTHONHASHSEED is 0: a set's order is part of a history."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Run seeds in a process.
 
-Usage: PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace] [--hosts N]
+    PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace] [--hosts N]
 
 Without FIRST and COUNT, input lines have both. After each line's seeds, prints {"done": true}.
 """

@@ -1,6 +1,5 @@
-"""Run a model with and without the connector, path by path, and judge.
-
-An engine without a connector gives the reference answers, three times.
+"""Run a model with and without the connector, path by path, and judge. The reference runs three
+times.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""The speed of a tier, learned from requests' reads. Pure.
+"""The speed of a tier, learned from requests' reads. Pure, with one monotonic clock.
 
-Bytes count as in memory, so a codec's ratio and speed are included. All times are of one
-monotonic clock.
+Bytes count as in memory, so a codec's ratio and speed are included.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """`Reuse(model, cache)`: generate and forward with KV from the cache.
 
-A prompt's last token is always computed, for its logits. The constructor raises; later faults are
-logged, and the model computes. One `Reuse` per thread.
+A prompt's last token is always computed. The constructor raises; later faults are logged, and the
+model computes. One `Reuse` per thread.
 """
 
 import logging

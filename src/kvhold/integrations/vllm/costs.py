@@ -1,7 +1,7 @@
 """This engine's costs of computing and loading.
 
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
-in a step. Any thread may call `cost`, `compute_s` and `prepare`, the scheduler's the rest.
+in a step. Any thread may call `cost`, `compute_s` and `prepare`.
 """
 
 import time

@@ -1,7 +1,6 @@
 """Describe the chunks of requests to a node that publishes events for routers.
 
-The node has neither token ids nor vLLM's block hashes. A fault costs events, never a request. All
-but the calls' first lines runs on the lookup thread.
+A fault costs events, never a request. All but the calls' first lines runs on the lookup thread.
 """
 
 import logging

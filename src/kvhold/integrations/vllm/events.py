@@ -1,7 +1,7 @@
 """Publish the cache's contents as vLLM's KV cache events, for routers.
 
-Routers match by vLLM's block hashes, which exist only with a request. So each chunk that a request
-stores or finds is *described*, and *announced* while all its shards are in memory.
+vLLM's block hashes exist only with a request. So each chunk that a request stores or finds is
+*described*, and *announced* while all its shards are in memory.
 
 `take` runs on the scheduler's thread and never waits, the rest on the lookup thread.
 """

@@ -1,8 +1,7 @@
 """Carry out the hints of requests, and answer each (docs/hints.md).
 
-A hint is carried out on the lookup thread, on its request's own prompt; `demote` after the request,
-`fetch` and `share` on threads of their own.
-Answers go back with the request's last output. A hint never fails a request, nor delays its end.
+On the lookup thread; `demote` after the request, `fetch` and `share` on threads of their own. A
+hint never fails a request, nor delays its end.
 """
 
 import logging

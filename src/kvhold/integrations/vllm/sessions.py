@@ -1,8 +1,4 @@
-"""The latest turns of sessions, and the older turns that they supersede. No I/O, one thread.
-
-A newer turn continues an older one if they share at least half of the older turn's whole chunks.
-Others are branches, such as a subagent's.
-"""
+"""The latest turns of sessions, and those they supersede (docs/hints.md). No I/O, one thread."""
 
 from collections import OrderedDict
 from collections.abc import Iterator

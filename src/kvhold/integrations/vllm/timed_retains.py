@@ -1,7 +1,5 @@
-"""Retains that end by their time. A newer one makes those of its prefixes needless.
-
-A conversation with cache settings asks for a retain with each turn; all of them would soon reach
-the limits of hints. No I/O, one thread.
+"""Retains that end by their time. A newer one replaces those of its prefixes, so a conversation
+does not use up the limits of hints. No I/O, one thread.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
-"""Lookups of an engine on several hosts.
+"""Lookups of an engine on several hosts: the part that all have, pinned on all.
 
-A hit is the part that all hosts have, pinned on all. Hosts with a longer hit are asked again for
-the shortest length until all are equal. A lost or cleared host is a miss.
+Hosts with a longer hit are asked again until all are equal. A lost or cleared host is a miss.
 """
 
 import logging

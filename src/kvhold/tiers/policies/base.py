@@ -1,7 +1,7 @@
-"""The contract of an eviction policy.
+"""The contract of an eviction policy, tested by `kvhold.testing.PolicyContract`. Not thread-safe.
 
 **No policy evicts a prefix before its continuation.** A pinned continuation protects its whole
-known prefix. Not thread-safe. Conformance suite: `kvhold.testing.PolicyContract`.
+known prefix.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -113,7 +113,7 @@ class Policy(Protocol):
 
         pinned:    called with known keys only
         namespace: only its keys
-        wanted:    needs the bytes; if it is worth less than a victim, return nothing
+        wanted:    empty if it is worth less than a victim
         """
 
     def nbytes(self, namespace: bytes | None = None) -> int:

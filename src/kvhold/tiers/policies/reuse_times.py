@@ -1,12 +1,11 @@
 """After how long chunks are used again, by kind (docs/eviction.md). Pure.
 
 Chunks last used at about the same time are a *cohort*. Counted by kind and bucket of age: intervals
-between two uses that reached the bucket, and that ended there. A *factor* says how much a use
-saves, and multiplies the probability.
+that reached the bucket, and that ended there. A *factor* says how much a use saves.
 
 For a new chunk, the time h of a worth is at least the end of the first bucket.
 
-A disk's thread may read its `Worths` while memory's thread calls `ReuseTimes`.
+A disk's thread may read `Worths` during calls of `ReuseTimes`.
 """
 
 from bisect import bisect_right

@@ -306,7 +306,7 @@ def test_ctrl_c_ends_it_with_what_there_is(server: TestServer, tmp_path: Path) -
         finally:
             process.kill()
     assert process.returncode == 0, output
-    assert "interrupted: this is what had come by then" in output
+    assert "interrupted: only the results so far" in output
     summary = json.loads(lines.read_text().splitlines()[-1])
     assert (summary["interrupted"], summary["total"]["requests"]) == (True, 3)
 

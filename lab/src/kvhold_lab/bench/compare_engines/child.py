@@ -1,14 +1,12 @@
-"""One cache, in a process that acts as the engine.
+"""One cache, in a process that acts as the engine. Only the standard library and numpy.
 
-    python -m kvhold_lab.bench.compare_engines.child kvhold_lab.bench.compare_engines.kvhold_child
-    .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
+python -m kvhold_lab.bench.compare_engines.child kvhold_lab.bench.compare_engines.kvhold_child
+.../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
 
-LMCache's environment has only the standard library and numpy.
-
-    {"op": "start", ...}  -> {"seconds": ...}
-    {"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}
-    {"op": "retrieve" or "lookup", "tokens": [...]}  -> {"seconds", "num_tokens", "checksum"}
-    {"op": "forget", "stop" or "memory"}
+{"op": "start", ...}  -> {"seconds": ...}
+{"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}
+{"op": "retrieve" or "lookup", "tokens": [...]}  -> {"seconds", "num_tokens", "checksum"}
+{"op": "forget", "stop" or "memory"}
 """
 
 import faulthandler

@@ -54,7 +54,7 @@ def compare(name: str, common: Common, workload: Workload, gates: Gates) -> None
     for title, cells in tables(rows, differences):
         click.echo(f"\n{render_table(title, cells)}")
     if any(own.interrupted for own in measured.values()):
-        click.echo("\ninterrupted: this is what had come by then")
+        click.echo("\ninterrupted: only the results so far")
     _judge(common, {row.policy: row.errors for row in rows})
 
 

@@ -1,7 +1,4 @@
-"""Made-up prompts, by a name and a number.
-
-Token ids have an exact length; a word is about one token.
-"""
+"""Made-up prompts, by a name and a number: token ids, or words of about a token."""
 
 import math
 import zlib

@@ -197,7 +197,7 @@ def notes(summary: Summary) -> list[str]:
         for kind, detail in summary.first_errors.items()
     ]
     if summary.interrupted:
-        lines.append("interrupted: this is what had come by then")
+        lines.append("interrupted: only the results so far")
     return lines
 
 

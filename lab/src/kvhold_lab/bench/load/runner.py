@@ -1,7 +1,6 @@
-"""Sends a workload's requests when due.
+"""Sends a workload's requests: at their times (open loop), or at most `max_in_flight` at once.
 
-Open loop: at the arrival time. Closed loop: at most `max_in_flight` in flight. Cancelling drops
-requests in flight.
+Cancelling drops requests in flight.
 """
 
 import asyncio

@@ -226,7 +226,7 @@ def _asking_beside(
 
 @contextmanager
 def _prefilling(url: str, work: PdSpeedWork) -> Iterator[None]:
-    """The engine computes prompts for a decode engine. Raises EngineFailed."""
+    """Raises EngineFailed."""
     is_over, has_begun = threading.Event(), threading.Event()
 
     def prefill() -> None:

@@ -324,7 +324,6 @@ def _peer_killed(trial: PdTrial) -> None:
 
 
 def _proxy_killed(trial: PdTrial) -> None:
-    """The decode engine does not run until the proxy is gone."""
     with trial.proxy() as proxy:
         with trial.pair.paused("decode"):
             lost = trial.send(proxy.url, trial.requests[:AT_ONCE])

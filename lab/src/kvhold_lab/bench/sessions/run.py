@@ -1,7 +1,6 @@
-"""Sessions of agents in the mini engine, with other traffic at the node.
+"""Sessions of agents in the mini engine, with other traffic at the node: chunks that nobody reads.
 
-The engine has no prefix cache, so each hit is the node's. The other traffic is chunks that nobody
-reads.
+The engine has no prefix cache, so each hit is the node's.
 """
 
 import os

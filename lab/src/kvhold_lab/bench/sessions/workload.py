@@ -1,7 +1,7 @@
 """Agents at a 1/48 scale: 43 turns to some 3,000 tokens, with subagents.
 
-A turn's output is reasoning and an answer; a tool's result or a new message follows. A new message
-leaves out earlier reasoning, as chat templates do. A subagent begins with its parent's prompt.
+A turn's output is reasoning and an answer; a new message leaves out earlier reasoning, as chat
+templates do. A subagent begins with its parent's prompt.
 """
 
 import random

@@ -1,6 +1,4 @@
-"""After a kill and a restart, a flushed prompt must be a full hit, and used bytes the file
-system's.
-"""
+"""After a kill, a flushed prompt must be a full hit, and used bytes the file system's."""
 
 import logging
 import os

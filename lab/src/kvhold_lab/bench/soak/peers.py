@@ -1,4 +1,4 @@
-"""Nodes are killed and the network fails. At the end one node clears, and all must be empty."""
+"""Nodes are killed, links fail. At the end one node clears, and all must be empty."""
 
 import json
 import os
