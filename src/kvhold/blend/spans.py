@@ -3,8 +3,7 @@
     spans = split(tokens, separator)                     # or of_ranges([(0, 512)], len(tokens))
     with cache.spans([span_prompt(prompt, span).query() for span in spans]) as held: ...
 
-Their KV is approximate: computed in another context. It is stored with keys rotated as if the span
-began at position 0.
+Their KV was computed in another context, and keys are rotated from position 0.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """Keeps the chunks of handed-over prompts in memory until another engine reads them. No I/O.
 
-That is until the other engine's lookup is answered, its host has read the last whole chunk, or
-`keep_s` after the last chunk was stored. A clear, or the owner's end, also ends it. The first
-chunks are kept, up to a quarter of memory and of a namespace's quota.
+That ends with the other engine's lookup, its host's read of the last whole chunk, `keep_s` after
+the last store, a clear, or the owner. The first chunks are kept, up to a quarter of memory and of a
+namespace's quota.
 """
 
 from collections.abc import Callable, Hashable

@@ -46,9 +46,8 @@ class LayerShape:
 
 
 class Quantised(ABC):
-    """For KV of tokens in bfloat16, float16 and float32. No decoded value becomes infinite.
-
-    A layer is stored unchanged if an element is not finite, or if it would not shrink.
+    """For KV of tokens in bfloat16, float16 and float32. A layer is stored unchanged if an
+    element is not finite, or if it would not shrink.
     """
 
     name: ClassVar[str]

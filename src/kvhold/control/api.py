@@ -81,8 +81,8 @@ class ReencodeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tier:      its name, as in the status
     codec:     the new one
-    namespace: the first digits of the only namespace's digest; empty: all known ones
-    tokens:    only the chunks of this prompt of the namespace; null: all
+    namespace: the first digits of the only one's digest; empty: all known ones
+    tokens:    only the chunks of this prompt; null: all
     """
 
     tier: str

@@ -2,10 +2,9 @@
 
     prompt = namespace.prompt(tokens)
     cache.store(prompt, [kv])                    # kv: [layers, planes, tokens, heads, head_dim]
-    found = cache.load(prompt)
-    found.kv[0]                                  # the same, for the first found.num_tokens tokens
+    found = cache.load(prompt)                   # found.kv[0]: the first found.num_tokens tokens
 
-numpy has no bfloat16 and no float8: their bits are in uint16 and uint8.
+bfloat16 and float8, which numpy lacks, are bits in uint16 and uint8.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Reads the memory of other processes into this one's, by an agent such as NIXL's.
 
-One thread makes all calls of the agent. The memory of a read may be written until `read` ends, also
-if it was given up. Bytes are not checked here.
+One thread makes all calls of the agent. A read may write until `read` ends, also if it was given
+up. Bytes are not checked here.
 """
 
 import asyncio

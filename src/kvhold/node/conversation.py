@@ -1,7 +1,7 @@
 """A client's side of one connection. No I/O.
 
-If a caller has given up, its unsent call is dropped, or the late answer's grant released. Threads
-hold one lock around each call, except `prepare`, and `read` of one reader.
+If a caller has given up, its unsent call is dropped, or the late answer's grant released. One lock
+around each call, except `prepare`, and `read` of one reader.
 """
 
 from collections import deque

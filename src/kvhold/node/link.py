@@ -1,8 +1,7 @@
 """One connection to the node, and its arena. Any thread.
 
-One waiting caller reads for all; without one, the client's keeper calls `tend`. The node takes
-memory back when the socket closes, so a broken or retired link closes only when no thread uses the
-arena.
+One waiting caller reads for all; without one, the client's keeper calls `tend`. A broken or retired
+link closes only when no thread uses the arena: the node takes memory back then.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """A TCP server with a login, for central caches and a node's peers.
 
-Beyond loopback a client needs the token, or a certificate. Before its login, a client's bytes, time
-and connections (`logins.py`) are limited. One event loop.
+Beyond loopback a client needs the token, or a certificate; before its login it is limited
+(`logins.py`). One event loop.
 """
 
 import asyncio

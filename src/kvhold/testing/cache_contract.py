@@ -5,7 +5,7 @@
         def make_cache(self): ...         # a function that joins or makes a cache of 16 MiB
         lower_tiers = True             # if there are tiers below memory
 
-All caches in one test share their chunks. After each test nothing is held.
+All caches in one test share their chunks. After it nothing is held.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Guard one tier with deadlines, fault counters and a breaker. A fault is a miss.
 
-While the breaker is open, calls are misses; a background task tries `check`. A late call is
-cancelled, but not awaited. One event loop.
+While the breaker is open, a background task tries `check`. A late call is cancelled, but not
+awaited. One event loop.
 """
 
 import asyncio

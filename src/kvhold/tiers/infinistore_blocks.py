@@ -1,7 +1,7 @@
 """The InfiniStore tier's logic: values in a store of RDMA blocks.
 
-The store knows no sizes, overwrites blocks, and evicts single ones. So a put has equal blocks under
-new names, and a *head*: a small block under the key's name, written last.
+The store overwrites blocks, and evicts single ones. So a put has equal blocks under new names, and
+a *head*: a small block under the key's name, written last.
 
 A slot of memory belongs to its operation until the end. One event loop, a thread for blocking
 calls, and a client thread that reports completions.

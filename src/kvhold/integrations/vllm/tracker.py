@@ -1,8 +1,8 @@
 """Track one request's computed tokens and stored chunks. No I/O, no vLLM.
 
-Only the prompt's tokens and those in `all_token_ids` are known; drafts and placeholders are not. A
-step stores the KV of the first min(computed, known) tokens, which is final after the step's pass,
-because each pass begins with the last sampled token. An ended request's last token has no KV.
+Known are the prompt's tokens and those in `all_token_ids`, no drafts and placeholders. A step
+stores the KV of the first min(computed, known) tokens, final after its pass, because each pass
+begins with the last sampled token. An ended request's last token has no KV.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Copies between the engine's blocks and the node's arena, in a worker's process.
 
 One thread loads while requests wait. Another reserves memory for stores during a pass, and reads
-the blocks right after it; the next pass waits for these reads. vLLM computes the KV of failed
-loads, and all KV from the first damaged chunk on.
+the blocks right after it, before the next pass. vLLM computes the KV of failed loads, and all KV
+from the first damaged chunk on.
 """
 
 import logging

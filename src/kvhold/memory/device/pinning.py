@@ -1,7 +1,6 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-A thread pins slices (0.1 s per GiB), and keeps the mappings until they are unpinned: else the
-device would mistake new memory at the same address.
+A thread pins slices (0.1 s per GiB), and keeps the mappings until they are unpinned.
 """
 
 import logging

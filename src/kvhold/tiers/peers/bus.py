@@ -1,10 +1,9 @@
-"""Changes of peers over a bus (docs/peers.md).
+"""Changes of peers over a bus (docs/peers.md). One event loop.
 
 Records are not trusted. A node seals them with a key from its `PeerWelcome`. The clock in the seal
-exposes delayed and repeated records. One event loop.
+exposes delayed and repeated records.
 
-seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
-      as they are sent over a connection
+seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Which peers have which chunks: 17 bytes a slot, at most 0.7 of the slots in use, no objects.
 
-If two keys share a digest of 8 bytes, a peer is asked in vain. 1,024 tables with linear probing:
-each growth is short. One thread.
+1,024 tables with linear probing, for short growths. One thread.
 """
 
 from array import array

@@ -1,7 +1,7 @@
 """The fields of vLLM 0.32's configuration that name a namespace, and why the others do not.
 
-An unlisted field of a later version splits the cache. A field is harmless if it changes no byte of
-KV, or if its effect is in another fact.
+An unlisted field splits the cache. A field is harmless if it changes no byte of KV, or if its
+effect is in another fact.
 """
 
 from kvhold.core.naming import Table
