@@ -374,7 +374,7 @@ class TestTheList:
     async def test_a_resolver_that_hangs_is_asked_once(
         self, port: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvhold.tiers.peers.roster._READ_S", 0.05)
+        monkeypatch.setattr("kvhold.tiers.peers.roster._READ_TIMEOUT_S", 0.05)
         names = Names("127.0.0.2")
         async with served(host="127.0.0.2", port=port) as place, following(names, port) as tier:
             place.put(make_key(1), b"x")

@@ -88,7 +88,7 @@ def run(rounds: int, seed: int) -> Kills:
 def _round(work: _Run, number: int, *, last: bool = False) -> None:
     with _Node(work.folder) as node, node.client() as client:
         client.register(_space(work))
-        _wait_for_clears(client)
+        _wait_for_clears(work, client)
         _look(work, client, everything=last)
         _account(work, client)
         if last:
@@ -105,8 +105,9 @@ def _round(work: _Run, number: int, *, last: bool = False) -> None:
         node.wait()
 
 
-def _wait_for_clears(client: NodeClient) -> None:
+def _wait_for_clears(work: _Run, client: NodeClient) -> None:
     """Until then, the disk takes no values."""
+    client.lookup(_prompt(work, 0).query()).close()  # the tier has then read its pending clears
     until_s = time.monotonic() + _CLEARED_S
     while client.status()["tiers"][0]["pending_clears"]:
         if time.monotonic() > until_s:
@@ -138,11 +139,22 @@ def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
 
 
 def _account(work: _Run, client: NodeClient) -> None:
-    client.lookup(_prompt(work, 0).query()).close()
+    """The disk may still remove files of a clear."""
+    until_s = time.monotonic() + _CLEARED_S
+    while not _is_accounted(work, client):
+        if time.monotonic() > until_s:
+            work.misaccounted += 1
+            return
+        time.sleep(0.05)
+
+
+def _is_accounted(work: _Run, client: NodeClient) -> bool:
     (tier,) = client.status()["tiers"]
-    kv = work.folder / "kv"
-    files = [path for path in kv.glob("??/*") if path.is_file()]
-    work.misaccounted += tier["used_bytes"] != sum(path.stat().st_blocks * 512 for path in files)
+    files = (path for path in (work.folder / "kv").glob("??/*") if path.is_file())
+    try:
+        return tier["used_bytes"] == sum(path.stat().st_blocks * 512 for path in files)
+    except FileNotFoundError:
+        return False
 
 
 def _space(work: _Run) -> Namespace:
