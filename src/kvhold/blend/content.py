@@ -42,7 +42,7 @@ class Fingerprints:
         """max_blocks: the least recently used are dropped"""
         self._max_blocks = max_blocks
         self._hashes: OrderedDict[int, bytes] = OrderedDict()  # by fingerprint
-        self._counts = np.zeros(1 << _TABLE_BITS, np.uint16)  # by some bits of it
+        self._counts = np.zeros(1 << _TABLE_BITS, np.uint16)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -108,7 +108,6 @@ def _fingerprints(prompt: Prompt, size: int) -> _Words:
 
 
 def _mixed(values: _Words, key: bytes) -> _Words:
-    """By splitmix64."""
     values = values + np.frombuffer(key, np.uint64)[:1]
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58_476D_1CE4_E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D0_49BB_1331_11EB)

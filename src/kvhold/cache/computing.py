@@ -26,9 +26,9 @@ _LATE = 1.5  # promises and estimates may be off by this factor
 
 
 class WaitEnd(StrEnum):
-    """STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: later
-    than promised. SLOWER: computing the rest is faster. CUT_SHORT: the caller waits no more. Of a
-    handover also DEADLINE, and ANNOUNCED or NOT_ANNOUNCED. ASK_AGAIN: peers may have more.
+    """STORED: in memory. ENDED: the announcement ended without them. SLOWER: computing the rest is
+    faster. CUT_SHORT: the caller waits no more. Of a handover also DEADLINE, ANNOUNCED,
+    NOT_ANNOUNCED. ASK_AGAIN: peers may have more.
     """
 
     STORED = "stored"

@@ -127,7 +127,6 @@ class Hit(Holding):
 
     @property
     def num_tokens(self) -> int:
-        """The current length."""
         return self._found.num_tokens
 
     @property
@@ -266,7 +265,7 @@ class CacheJob(Holding, Generic[AnyProgress]):
         return self.progress
 
     def wait(self, until_s: float = float("inf")) -> AnyProgress:
-        """Wait until it is done, or the monotonic clock reads `until_s`."""
+        """until_s: on the monotonic clock"""
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(pause_s, left_s))
@@ -329,7 +328,7 @@ class Cache(Protocol):
         """
 
     def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
-        """Report the arena bytes registered with a device of NUMA node `numa_node`."""
+        """Report the arena bytes registered with a device."""
 
     def register(self, namespace: Namespace) -> None:
         """Make a namespace and its layout known, before other calls about it."""
@@ -383,7 +382,7 @@ class Cache(Protocol):
         """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """Return the latest decisions about lookups with a `cost`, newest first.
+        """The latest decisions about lookups with a `cost`, newest first.
 
         request: only requests whose names contain it
         """
@@ -512,8 +511,7 @@ class Cache(Protocol):
         Raises KVHoldError where the setting `event_buffer` is 0.
         """
 
-    def status(self, *, deadline_s: float | None = None) -> CacheStatus:
-        """Return sizes, counts and counters."""
+    def status(self, *, deadline_s: float | None = None) -> CacheStatus: ...
 
     def close(self) -> None:
         """Release everything that was held through this object."""

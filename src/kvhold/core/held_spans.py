@@ -23,7 +23,7 @@ class HeldSpan:
 
 
 class HeldSpans(Holding):
-    """Held spans, longest first. Each has a ticket, valid until this closes."""
+    """Longest first. Each ticket is valid until this closes."""
 
     def __init__(self, hits: "Sequence[Hit]") -> None:
         super().__init__(self._close_all)
@@ -54,6 +54,6 @@ class HeldSpans(Holding):
         return sorted(held, key=lambda span: -span.num_tokens)
 
     def _close_all(self) -> None:
-        with ExitStack() as hits:  # one failure leaves none open
+        with ExitStack() as hits:
             for hit in self._hits:
                 hits.callback(hit.close)

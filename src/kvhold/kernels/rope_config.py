@@ -57,7 +57,6 @@ def rope_of(config: Mapping[str, Any], layout: str | None, layer_type: str) -> d
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, int, int | None]:
-    """head_dim, first, and rotary_dim of MLA."""
     if config.get("kv_lora_rank"):
         latent, rotated = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
         return latent + rotated, latent, rotated
@@ -91,7 +90,7 @@ def _settings(config: Mapping[str, Any], layer_type: str) -> tuple[str, Mapping[
 def _theta(config: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> float:
     found = settings.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
     if found is None and config.get("rotary_dim") is not None:
-        return 10_000.0  # GPT-J, CodeGen
+        return 10_000.0
     if not isinstance(found, int | float) or found <= 1:
         raise _refused(f"{name}.rope_theta", found, "without it, positions are not rotary")
     return float(found)

@@ -21,7 +21,7 @@ from kvhold.testing.cache import (
     store,
 )
 
-RANGES = [(0, 32), (32, 72), (80, 150)]  # 2 chunks; 2 chunks and a tail; 4 chunks and a tail
+RANGES = [(0, 32), (32, 72), (80, 150)]
 
 
 def spans_of(prompt: Prompt) -> list[Prompt]:

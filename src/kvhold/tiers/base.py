@@ -60,7 +60,7 @@ class Tier(Protocol):
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
         """The bytes of each value that is whole and readable now. No side effect.
 
-        A TierError: unknown, because a part of the place failed.
+        A TierError: unknown; a part of the place failed.
         """
 
     async def get(
@@ -97,7 +97,7 @@ class Tier(Protocol):
         """
 
     async def close(self) -> None:
-        """Release all resources. Idempotent."""
+        """Idempotent."""
 
 
 @runtime_checkable
@@ -114,8 +114,6 @@ class Replaces(Protocol):
 
 @runtime_checkable
 class HasFolders(Protocol):
-    """Such as mounted disks."""
-
     def watch_folders(self, met: FolderMet) -> None:
         """Await `met(path, identity)` at each opening of a folder, before its values are used."""
 

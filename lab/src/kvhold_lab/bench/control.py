@@ -42,7 +42,6 @@ _GOAL = 1.1  # p99 of lookups, with requests over without
 _SHOWN_S = 1.0
 _SCRAPE = "/metrics"
 _CALLS = ("/v1/status", "/v1/namespaces", "/v1/clients", "/v1/reasons", "/v1/pins", "/health/ready")
-# the page asks for all its tables at once
 _SHOWN = """
 const done = arguments[0];
 const look = () => {
@@ -223,7 +222,6 @@ def _cell(**seconds: float) -> Cell:
 
 
 def _ask(port: int, sizes: ControlSizes, taken: dict[str, list[float]]) -> None:
-    """A window's share of requests, evenly."""
     scrapes, calls = sizes.scrapes // sizes.windows, sizes.calls // sizes.windows
     paths = cycle(_CALLS)
     pause_s = sizes.window_s / calls

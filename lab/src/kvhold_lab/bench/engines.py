@@ -25,8 +25,7 @@ _ASK_PERSONALITY = 0xFFFFFFFF
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
-class OutputsDiffer(KVHoldError):
-    """Answers differ, so no time is valid."""
+class OutputsDiffer(KVHoldError): ...
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ _PREFIX = "kvb"
 _QUEUE = ("burst", "256kb", "latency", "50ms")
 
 
-class NoSecondHost(KVHoldError):
-    """It cannot be made here; says why."""
+class NoSecondHost(KVHoldError): ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class SecondHost:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """The words before a command that runs there."""
         return ("ip", "netns", "exec", self.name)
 
 
@@ -61,7 +59,6 @@ def second_host(mbit_s: float = 0) -> Iterator[SecondHost]:
             _run("-n", name, "qdisc", "add", "dev", there, *limit, program="tc")
         yield host
     finally:
-        # with its namespace, it goes later
         for end in (("link", "del", here), ("netns", "del", name)):
             with suppress(NoSecondHost):
                 _run(*end)

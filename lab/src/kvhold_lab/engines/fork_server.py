@@ -66,7 +66,6 @@ def main() -> int:
 
 
 def is_owned(owner: Path) -> bool:
-    """Whether a process holds this file's lock."""
     try:
         with owner.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -128,7 +127,7 @@ class _Server:
             os.close(end)
             os._exit(_run(fork, streams, self._owner.parent))
         with contextlib.suppress(ProcessLookupError):
-            os.setpgid(child, child)  # the child does it, too
+            os.setpgid(child, child)
         self._ends[child] = end
         for descriptor in streams:
             os.close(descriptor)
@@ -165,7 +164,7 @@ def _run(fork: Fork, streams: list[int], folder: Path) -> int:
     os.chdir(fork.folder)
     os.sched_setaffinity(0, fork.cores)
     sys.argv = [fork.module, *fork.arguments]
-    sys.path.insert(0, fork.folder)  # as after `python -m`
+    sys.path.insert(0, fork.folder)
     if fork.module in _STARTS_OTHERS:
         fork_children(folder)
     code = 0

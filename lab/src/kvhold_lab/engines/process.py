@@ -247,8 +247,7 @@ class Child(ABC):
         return self._process
 
     @abstractmethod
-    def _spawn(self) -> LoggedProcess:
-        """Start the process."""
+    def _spawn(self) -> LoggedProcess: ...
 
     @abstractmethod
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:

@@ -20,14 +20,12 @@ _REFUSAL = "LayoutError: "
 
 class ChildOperation(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True
-):
-    """Base of the requests of a parent."""
+): ...
 
 
 class ChildReply(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True
-):
-    """Base of the answers."""
+): ...
 
 
 class ResetPrefixCache(ChildOperation, frozen=True, kw_only=True, tag="reset_prefix_cache"):
@@ -44,8 +42,7 @@ class PrefixCacheReset(ChildReply, frozen=True, kw_only=True, tag="reset"):
     done: bool
 
 
-class Stopped(ChildReply, frozen=True, kw_only=True, tag="stopped"):
-    """The engine has ended."""
+class Stopped(ChildReply, frozen=True, kw_only=True, tag="stopped"): ...
 
 
 class Refusal(ChildReply, frozen=True, kw_only=True, tag="refused"):

@@ -93,5 +93,4 @@ class _FirstToken:
             self.at = time.perf_counter()
         self._prompt_seen = True
 
-    def end(self) -> None:
-        """Do nothing."""
+    def end(self) -> None: ...

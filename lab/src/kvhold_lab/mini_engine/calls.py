@@ -26,8 +26,7 @@ class Calls(Protocol):
     def turn(self) -> Iterator[None]:
         """Make the connector this process's; engines take turns."""
 
-    def before_blocks(self, output: SchedulerOutput) -> None:
-        """Before blocks are zeroed and copied."""
+    def before_blocks(self, output: SchedulerOutput) -> None: ...
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
@@ -43,8 +42,7 @@ class NoCalls:
     def turn(self) -> Iterator[None]:
         yield
 
-    def before_blocks(self, output: SchedulerOutput) -> None:
-        """Do nothing."""
+    def before_blocks(self, output: SchedulerOutput) -> None: ...
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
@@ -95,8 +93,7 @@ class SecondRunnerCalls:
         with _as_transfer_group(self._connector):
             yield
 
-    def before_blocks(self, output: SchedulerOutput) -> None:
-        """Do nothing, as this runner."""
+    def before_blocks(self, output: SchedulerOutput) -> None: ...
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample

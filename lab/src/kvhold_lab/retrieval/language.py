@@ -7,8 +7,8 @@
 
     ASK entity entity IS value value END
 
-A symbol's definitions are in other documents than its use. To answer, a model must look back while
-it reads the use: the later definition is wrong, and a document alone does not tell.
+Definitions are in other documents than the use: a document alone does not tell the value, and the
+later definition is wrong.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Shape:
 
     @classmethod
     def of(cls, document_tokens: int) -> "Shape":
-        """As many records as a quarter of the words leaves room for, and 200 at most."""
+        """Records take a quarter of the words; 200 at most."""
         records = min(NUM_DOCUMENTS * (document_tokens - 1) // 4, 200)
         uses = max(1, records // 5)
         return cls(document_tokens, uses, max(1, records - 3 * uses - NUM_DOCUMENTS))

@@ -1,5 +1,5 @@
-"""Train a small Llama (RoPE, grouped heads) to answer `language`'s questions, in some three minutes
-of one core. The same seed and machine give the same weights.
+"""Train a small Llama (RoPE, grouped heads) to answer `language`'s questions, in three minutes of
+one core. The same seed and machine give the same weights.
 
 Documents stand at random distances, so that short ones teach long prompts.
 """
@@ -147,8 +147,6 @@ def _loss(model: Any, batch: _Batch) -> tuple[Any, float, float]:
     )
 
 
-# --- the model ------------------------------------------------------------------------------------
-
 # A hidden state has a token's content, and what the last token and the one before it were. Other
 # layers' outputs begin QUIET.
 _CONTENT, _LAST, _BEFORE = slice(0, 64), slice(64, 96), slice(96, 128)
@@ -185,8 +183,8 @@ def _start_recalling(model: Any) -> None:
     """Set the first heads of each layer so that recall can begin.
 
     In layer 0 they write the last token and the one before it; above, they look for a place where
-    the last token is this one, or the one before the last, and copy its content. From random
-    weights, this takes many times as many steps. The rest is learnt.
+    the last token is this one, or the one before the last, and copy its content. Random
+    weights take many times as many steps.
     """
     import torch
 
@@ -241,7 +239,6 @@ def _start_recalling(model: Any) -> None:
 
 
 def _attend_to_near(query: Any, key: Any, direction: Any, theta: float) -> None:
-    """Heads 0 and 1 attend to the last token, and to the one before it."""
     import torch
 
     size = 64

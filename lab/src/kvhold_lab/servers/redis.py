@@ -22,8 +22,7 @@ _CALL_S = 60.0
 _CALM_MS, _QUICK_MS = 60_000, 500
 
 
-class ReplyError(Exception):
-    """An error reply."""
+class ReplyError(Exception): ...
 
 
 class RedisServer(ServerProcess):

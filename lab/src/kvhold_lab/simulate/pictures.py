@@ -114,7 +114,6 @@ def _draw_lines(axes: Any, rows: "Sequence[SimulatedRow | DrawnRow]") -> None:
 def _save(figure: Any, path: Path) -> None:
     import matplotlib
 
-    # reproducible
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvhold"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 

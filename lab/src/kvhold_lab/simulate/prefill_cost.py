@@ -1,8 +1,8 @@
 """The time to compute a prompt's KV.
 
-The defaults are for Llama-3.1-8B on one H100 SXM in bfloat16. Without attention, a token takes 2
-FLOPs for each of the layers' 7.0 billion parameters: 25,000 tokens/s at 350 TFLOP/s. For each
-earlier token, attention takes 4 * 4,096 FLOPs per layer: as much after 27,000 tokens.
+Defaults: Llama-3.1-8B on one H100 SXM in bfloat16. A token takes 2 FLOPs for each of the layers'
+7.0 billion parameters: 25,000 tokens/s at 350 TFLOP/s. For each earlier token, attention takes
+4 * 4,096 FLOPs per layer: as much after 27,000 tokens.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.trace import Cut
 
 _CHUNK_BYTES = 4096
-_FRAME_BYTES = _CHUNK_BYTES + 4096  # with a header page
+_FRAME_BYTES = _CHUNK_BYTES + 4096
 _ARENA_BYTES = 2 << 20
 _PATIENT_S = 60.0
 
@@ -58,7 +58,7 @@ def _settings(
     assert policy in POLICIES and ram_chunks >= 1
     settings = {
         "ram_bytes": _rounded(ram_chunks * _CHUNK_BYTES, _ARENA_BYTES),
-        "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,  # exact; the arena is rounded
+        "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,
         "policy": policy,
         "policy_for": policy_for,
         "huge_pages": "never",

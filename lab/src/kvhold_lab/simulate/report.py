@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvhold.core.sizes import format_size
 
-if TYPE_CHECKING:  # its import loads a compiler
+if TYPE_CHECKING:
     from kvhold_lab.simulate.simulation import SimulatedRow
 
 HEADING = (

@@ -26,8 +26,8 @@ Times = npt.NDArray[np.float64]
 class Cut:
     """Whole chunks of one size.
 
-    chunks:  [events] int32, of all requests; equal numbers mean equal prefixes
-    starts:  [requests + 1] int64, where each request begins in `chunks`, and the end
+    chunks:  [events] int32; equal numbers mean equal prefixes
+    starts:  [requests + 1] int64, of requests in `chunks`, and the end
     parents: [ids] int32, the preceding chunk; -1: none
     times_s: [requests], of arrival; None: unknown
     """
@@ -130,7 +130,7 @@ def trace_of(
     block_tokens: int = BLOCK_TOKENS,
     num_requests: int | None = None,
 ) -> Trace:
-    known: dict[tuple[int, int], int] = {}  # (the block before, id) -> block
+    known: dict[tuple[int, int], int] = {}
     num_tokens, starts, blocks, parents = array("q"), array("q", [0]), array("i"), array("i")
     times_s: list[float | None] = []
     for request in islice(requests, num_requests):

@@ -91,7 +91,6 @@ class Checker:
         return memory
 
     def node_died(self, *, clears_done: bool) -> None:
-        """clears_done: no clear was in progress"""
         self._places.clear()
         self._lookups.clear()
         self._span_tickets.clear()

@@ -47,11 +47,9 @@ class SimOrigin:
 class Promise(Protocol):
     stored: dict[bytes, int]
 
-    def asked_to_clear(self, prefix: bytes, began: int) -> None:
-        """Record the request of a clear."""
+    def asked_to_clear(self, prefix: bytes, began: int) -> None: ...
 
-    def cleared(self, prefix: bytes, began: int, done: int) -> None:
-        """Record the answer to a clear."""
+    def cleared(self, prefix: bytes, began: int, done: int) -> None: ...
 
     def node_died(self, *, clears_done: bool) -> None:
         """clears_done: no clear was in progress"""
@@ -75,8 +73,7 @@ class OneHost:
         self.stored: dict[bytes, int] = {}
         self._clears: dict[bytes, tuple[int, int]] = {}
 
-    def asked_to_clear(self, prefix: bytes, began: int) -> None:
-        """Do nothing."""
+    def asked_to_clear(self, prefix: bytes, began: int) -> None: ...
 
     def cleared(self, prefix: bytes, began: int, done: int) -> None:
         self._clears[prefix] = began, done

@@ -155,8 +155,7 @@ class _AllPinned:
     def knows(self, buffer: npt.NDArray[np.uint8]) -> bool:
         return True
 
-    def hold(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Do nothing."""
+    def hold(self, buffer: npt.NDArray[np.uint8]) -> None: ...
 
     def reaching(self, arena: None, buffer: npt.NDArray[np.uint8], begin: int, end: int) -> Any:
         return _Reaching(Reach(int(buffer.__array_interface__["data"][0]), True, 1 << 40))
@@ -169,8 +168,7 @@ class _Reaching:
     def __enter__(self) -> Reach:
         return self._reach
 
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _blocks(layers: int, nbytes: int) -> tuple[View, list[npt.NDArray[np.uint8]]]:

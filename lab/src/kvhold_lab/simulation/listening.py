@@ -64,11 +64,9 @@ class ListeningSocket:
         self._loop, self._on_readable = loop, on_readable
         self._tell()
 
-    def setblocking(self, flag: bool) -> None:
-        """Do nothing."""
+    def setblocking(self, flag: bool) -> None: ...
 
-    def listen(self, backlog: int) -> None:
-        """Do nothing."""
+    def listen(self, backlog: int) -> None: ...
 
     def accept(self) -> tuple["AcceptedSocket", None]:
         if not self._backlog:
@@ -97,8 +95,7 @@ class AcceptedSocket:
     def __init__(self, end: End) -> None:
         self._end = end
 
-    def setblocking(self, flag: bool) -> None:
-        """Do nothing."""
+    def setblocking(self, flag: bool) -> None: ...
 
     def send(self, data: bytes) -> None:
         self._end.send(data)

@@ -48,8 +48,7 @@ class SimMembership(ABC):
         """addresses: of a host's node; empty: none"""
 
     @abstractmethod
-    def trouble(self) -> None:
-        """Let something fail for a while."""
+    def trouble(self) -> None: ...
 
     @abstractmethod
     def end_trouble(self) -> None: ...
@@ -224,5 +223,4 @@ class _SimGateway:
         answer = await self._etcd.answer(path, request)
         return kind() if answer is None else answer
 
-    async def close(self) -> None:
-        """Do nothing."""
+    async def close(self) -> None: ...

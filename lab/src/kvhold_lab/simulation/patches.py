@@ -9,8 +9,7 @@ from pathlib import Path
 _FOLDER = Path(__file__).with_name("mutations")
 
 
-class PatchError(ValueError):
-    """A patch that does not fit the code."""
+class PatchError(ValueError): ...
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ _MOST_SEEDS = 2000  # of one process
 _SHOWN = 20
 
 
-class SimulationError(KVHoldError):
-    """A process ended before its seeds did."""
+class SimulationError(KVHoldError): ...
 
 
 @dataclass
@@ -141,7 +140,7 @@ def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> Muta
         shutil.copytree(
             _source() / "kvhold",
             Path(folder) / "kvhold",
-            ignore=shutil.ignore_patterns("*.pyc"),  # compiled kernels come with it
+            ignore=shutil.ignore_patterns("*.pyc"),
         )
         apply(patch, Path(folder))
         for line in _lines(Path(folder), first, most_seeds, hosts=hosts):

@@ -49,11 +49,9 @@ class SimSocket:
     def getpeername(self) -> tuple[str, int]:
         return self.far_host, 0
 
-    def setblocking(self, _: bool) -> None:
-        """Do nothing."""
+    def setblocking(self, _: bool) -> None: ...
 
-    def setsockopt(self, *_: Any) -> None:
-        """Do nothing."""
+    def setsockopt(self, *_: Any) -> None: ...
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
         self._check()
@@ -298,5 +296,4 @@ class SocketLoop:
         sock._loop = self
         return sock, (host, 0)
 
-    def add_signal_handler(self, *_: Any) -> None:
-        """Do nothing."""
+    def add_signal_handler(self, *_: Any) -> None: ...

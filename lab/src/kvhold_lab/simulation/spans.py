@@ -18,7 +18,6 @@ class SimSpans:
         self._world = world
 
     async def operate(self, client: SimClient, prompt: Prompt) -> None:
-        """Store a prompt's spans, or look them up."""
         random, end = self._world.random, prompt.num_tokens
         cut = random.randrange(end)
         spans = [

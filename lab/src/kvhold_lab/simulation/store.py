@@ -115,8 +115,7 @@ class SimTier:
         for key in [key for key in self._store.values if key.startswith(prefix)]:
             yield key
 
-    async def close(self) -> None:
-        """Do nothing."""
+    async def close(self) -> None: ...
 
     async def _round_trip(self, operation: str) -> None:
         await asyncio.sleep(self._world.delay(self.usual_s, slow=0.02, slow_s=1.0))

@@ -31,7 +31,6 @@ class End:
         self._wants_room = False
 
     def push(self, data: memoryview) -> int:
-        """Return the number of bytes sent."""
         if self.peer.closed or self.closed:
             raise BrokenPipeError("the other end is closed")
         some = bytes(

@@ -1,7 +1,6 @@
 """The contract of selectors. Tensors are torch's, which this package does not import.
 
-Tokens without stored KV (gaps, the question) and the last token are always recomputed, whatever a
-selector says.
+Tokens without stored KV and the last token are always recomputed.
 """
 
 import math
@@ -31,7 +30,7 @@ class StoredSpan:
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """num_exact: first tokens with exact KV, which nobody recomputes. Raises ValueError."""
+    """num_exact: first tokens, with exact KV. Raises ValueError."""
 
     num_tokens: int
     spans: tuple[StoredSpan, ...]

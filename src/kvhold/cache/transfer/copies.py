@@ -58,9 +58,9 @@ class _Copy:
     layout: Layout
     tenant: str
     tier: int
-    keys: Iterator[bytes]  # not looked at yet
+    keys: Iterator[bytes]
     peer: str = ""
-    num_tokens: int = 0  # in memory
+    num_tokens: int = 0
     is_last: bool = False
     held: list[Entry] = field(default_factory=list)
     is_written: bool = False

@@ -96,7 +96,6 @@ class Reencodings:
         return owned
 
     def tenants_turns(self, used: Sequence[tuple[bytes, int]]) -> Turns[dict[str, int]]:
-        """Namespaces of several tenants have none."""
         totals: dict[str, int] = {}
         for number, (namespace, nbytes) in enumerate(used, 1):
             tenant = self.tenant_of(namespace) or ""

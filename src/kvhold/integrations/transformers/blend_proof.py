@@ -78,7 +78,6 @@ def _filled(blender: "Blender", tokens: Any, shift: int) -> DynamicCache:
 
 
 def _copy(blender: "Blender", kv: DynamicCache, noise_from: int = _TOKENS) -> DynamicCache:
-    """With noise from a token on."""
     copy = blender.geometry.allocated(1, _TOKENS)
     generator = torch.Generator().manual_seed(0)
     for ours, theirs in zip(copy.layers, kv.layers, strict=True):

@@ -4,7 +4,7 @@
     blended = blender.prefill(input_ids, kv, plan, make_selector("query", ratio=0.1))
 
 Hooks on the decoder layers drop tokens that are not recomputed; `rows` does the attention. One
-thread at a time, and no other one may use the model meanwhile.
+thread at a time; no other one may use the model then.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Blender:
     """A model that can compute some tokens of a prompt over stored KV of the others."""
 
     def __init__(self, model: Any, geometry: CacheGeometry | None = None) -> None:
-        """Tries the model with a few tokens. Raises LayoutError with the reason for a refusal."""
+        """Tries the model. Raises LayoutError with the reason for a refusal."""
         self.model = model
         self.geometry = geometry or geometry_of(model, tokens_per_chunk=16)
         self._layers = _decoder_layers(model, self.geometry.layout.groups[0].layers)
@@ -96,7 +96,6 @@ class Blender:
             )
 
     def _turn(self, kv: DynamicCache, plan: BlendPlan, selector: Selector) -> None:
-        """Turn the spans' keys. Layers that compute all tokens need none."""
         first = selector.check_layer if selector.flow == "all" else 0
         for span in plan.spans:
             if span.stored_from == span.start:
@@ -108,7 +107,6 @@ class Blender:
                 rotate(keys, old, new, self._rope, out=keys)
 
     def _run(self, input_ids: Any, kv: DynamicCache, plan: BlendPlan, flow: Any) -> Blended:
-        """flow: positions, rows or a narrowing"""
         narrowing = flow if isinstance(flow, _Narrowing) else None
         if narrowing is not None:
             flow = torch.arange(plan.num_exact, plan.num_tokens, device=input_ids.device)
@@ -164,8 +162,6 @@ class _Narrowing:
 
 
 class _Entry:
-    """A layer's hook: keeps the arguments of the tokens that flow."""
-
     def __init__(
         self, rows: FlowingRows, number: int, narrowing: _Narrowing | None, positions: Any
     ) -> None:

@@ -26,7 +26,6 @@ _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8  # in a tick after no pause
 _MOST_KINDS = 64  # in any tick
-# after a pause many cohorts change their bucket; each tick handles some
 _MOST_AGED = 2000  # uses per tick
 _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 

@@ -81,9 +81,7 @@ class PrefilledPrompt:
 
 
 def ask(blender: Blender, exercise: Exercise, rng: np.random.Generator) -> BlendPrompt:
-    """The prompt of the exercise's first question; the earlier one has the documents in an order
-    drawn by `rng`.
-    """
+    """The exercise's first question; the earlier prompt has the documents in another order."""
     documents = torch.from_numpy(exercise.documents)
     asked = torch.from_numpy(exercise.questions[0])
     order = rng.permutation(len(documents)).tolist()

@@ -99,14 +99,12 @@ def _paths(target: Target, *, large: bool) -> Iterator[tuple[Verb, str, bool]]:
 
 
 class Beside(Protocol):
-    def begin(self) -> None:
-        """Submit a copy."""
+    def begin(self) -> None: ...
 
     def step(self) -> None:
         """After a step: keep copies in flight."""
 
-    def ended_bytes(self) -> int:
-        """Return the bytes that ended since `begin`."""
+    def ended_bytes(self) -> int: ...
 
     def end(self) -> None:
         """Raises the copies' errors."""

@@ -29,11 +29,9 @@ class StepDecoder(Protocol):
     def current(self) -> AbstractContextManager[Any]:
         """Make the decoder's stream current, for `Copier.mark` and `fence`."""
 
-    def step(self) -> None:
-        """Put a step on the stream."""
+    def step(self) -> None: ...
 
-    def tick(self) -> Tick:
-        """Put a tick on the stream."""
+    def tick(self) -> Tick: ...
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _verify(
         try:
             said = process.communicate(timeout=_LONGEST_S)[0]
         except subprocess.TimeoutExpired:
-            process.terminate()  # it ends its engine
+            process.terminate()
             said = f"{process.communicate()[0]}\nnot ended within {_LONGEST_S:g} s"
     found: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
     return found, said

@@ -185,7 +185,7 @@ def _measure(
                 if connector is not None:
                     engine.reset_prefix_cache()
                 second = engine.generate(prompt, max_tokens=_ANSWER)
-                if not number:  # warm-up
+                if not number:
                     continue
                 times.first.setdefault(length, []).append(first.ttft_s)
                 times.second.setdefault(length, []).append(second.ttft_s)

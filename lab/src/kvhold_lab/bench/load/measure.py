@@ -23,8 +23,7 @@ _TERMINAL_EVERY_S = 0.5
 _CLEAR = "\x1b[K"
 
 
-class Unanswered(KVHoldError):
-    """The server answered no warm-up request."""
+class Unanswered(KVHoldError): ...
 
 
 @dataclass

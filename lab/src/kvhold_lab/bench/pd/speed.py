@@ -1,8 +1,7 @@
 """`kvhold bench pd`: time to first token of hand-overs, and of one engine.
 
-Each round has prompts of each share of reuse, one at a time, with a salt per system. "alone" and
-"prefill alone" are not cached. "prefills next door" is the decode engine alone, while the prefill
-engine computes other prompts.
+A round has prompts of each share of reuse. "alone" and "prefill alone" are not cached. "prefills
+next door" is the decode engine alone, while the prefill engine computes other prompts.
 """
 
 import random

@@ -73,14 +73,14 @@ class SessionsRow:
 class SessionsSizes:
     agents: int = 9
     turns: int = 43
-    other_bytes: int = 24 << 20  # stored by others in each round
+    other_bytes: int = 24 << 20
 
 
 def rows(sizes: SessionsSizes) -> Iterator[SessionsRow]:
     """`retain` with ample memory, then in steps of 5 % to the least memory that reaches the goal;
     then the other arms with this memory, and all with half.
     """
-    torch.set_num_threads(1)  # tensors are tiny
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="kvhold-sessions-") as scratch:
         measured = _Measured(Path(scratch), sizes)
         row = measured.row(RETAIN, _AMPLE_BYTES)
