@@ -161,7 +161,6 @@ class Hit(Holding):
         return Holding(give_back)
 
     def refresh(self) -> None:
-        """Update the length."""
         self._update(settle=False)
 
     def settle(self) -> None:

@@ -151,6 +151,7 @@ def rotations(
     old_length: int | None = None,
     new_length: int | None = None,
 ) -> Rotations:
+    """The last two are kept: layers share them."""
     return _rotations(
         rope, old.tobytes(), new.tobytes(), _length(old, old_length), _length(new, new_length)
     )

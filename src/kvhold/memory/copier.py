@@ -41,8 +41,7 @@ class Mark(Protocol):
 
 
 class Transfer(Protocol):
-    def done(self) -> bool:
-        """All copies have ended."""
+    def done(self) -> bool: ...
 
     def wait(self) -> list[DamagedChunks | None]:
         """The damaged chunks of each piece. Raises other faults, after all copies have ended."""

@@ -49,7 +49,6 @@ class PeerBus(PeerMessage, frozen=True):
 
 class PeerWelcome(PeerMessage, frozen=True):
     """incarnation: random, per start of the node
-    bus:         None: no bus
     channel:     "nixl": it lends its memory; or empty
     """
 

@@ -94,12 +94,10 @@ class LoginServer(ABC):
         self._strangers = StrangersLog(log)
 
     @abstractmethod
-    def _welcome(self) -> msgspec.Struct:
-        """The answer to a login."""
+    def _welcome(self) -> msgspec.Struct: ...
 
     @abstractmethod
-    async def _converse_with(self, stream: Stream) -> None:
-        """Until the client leaves."""
+    async def _converse_with(self, stream: Stream) -> None: ...
 
     def _note_refused(self, host: str, reason: str) -> None:  # noqa: B027 - only some need it
         ...

@@ -90,7 +90,7 @@ def _has_host(endpoint: str) -> bool:
     try:
         url = urlsplit(endpoint)
         return bool(url.hostname) and url.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:
         return False
 
 

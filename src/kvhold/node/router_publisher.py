@@ -114,7 +114,6 @@ class RouterPublisher:
             self._wake_up()
 
     def undescribed(self, names: bytes) -> list[int]:
-        """Positions of the chunks that it needs to know. names: joined, NAME_BYTES each"""
         needed: list[int] = []
         for at in range(len(names) // NAME_BYTES):
             name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]

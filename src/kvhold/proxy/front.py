@@ -39,8 +39,7 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _OF_ONE_ENGINE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
-class SlowClient(Exception):
-    """The client does not read its answer."""
+class SlowClient(Exception): ...
 
 
 class Front:

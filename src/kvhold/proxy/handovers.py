@@ -14,8 +14,7 @@ from kvhold.proxy.engines import ProxiedEngine
 Params = dict[str, Any]
 
 
-class HandoverFailed(KVHoldError):
-    """The prefill engine's answer hands nothing over."""
+class HandoverFailed(KVHoldError): ...
 
 
 class Handover(Protocol):

@@ -30,7 +30,7 @@ def render_pair(result: PairResult) -> str:
 
 
 def draw_pair(result: PairResult, path: Path) -> None:
-    """PNG, SVG or PDF. Raises ClickException without matplotlib."""
+    """Raises ClickException without matplotlib."""
     rows = _rows(result)
     figure = make_figure(9, 3.2)
     figure.suptitle(f"Prefill and decode: {_title(result)}")

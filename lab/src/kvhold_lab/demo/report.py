@@ -48,7 +48,7 @@ def render(result: DemoResult) -> str:
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """PNG, SVG or PDF. Raises ClickException without matplotlib."""
+    """Raises ClickException without matplotlib."""
     rows = [row for row in reversed(_rows(result)) if row.ttft_s is not None]
     figure = make_figure(9, 3.2)
     axes = figure.subplots()

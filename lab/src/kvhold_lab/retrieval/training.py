@@ -152,8 +152,8 @@ def _loss(model: Any, batch: _Batch) -> tuple[Any, float, float]:
 _CONTENT, _LAST, _BEFORE = slice(0, 64), slice(64, 96), slice(96, 128)
 _EMBEDDING_STD, _SHARED_NORM, _QUIET = 0.1, 0.6, 0.03
 _ALIKE = 2.2  # the factor of queries and keys that look for a token
-_STEEP_PAIRS, _STEEP = 5, 7.0  # channel pairs that attend to a near token, and their strength
-_COPIED, _SAID = 0.8, 2.0  # the factors of a found token's content, and of an answer's logit
+_STEEP_PAIRS, _STEEP = 5, 7.0  # channel pairs that attend to a near token
+_COPIED, _SAID = 0.8, 2.0  # factors of a found token's content, of an answer's logit
 
 
 def _make_model() -> Any:

@@ -41,7 +41,7 @@ class DrawnRow(msgspec.Struct, frozen=True):
 
 
 def draw(rows: "Sequence[SimulatedRow | DrawnRow]", path: Path, title: str) -> None:
-    """PNG, SVG or PDF. Dashed lines: with a tier below memory."""
+    """Dashed lines: with a tier below memory."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 4.6), layout="constrained")

@@ -112,7 +112,7 @@ def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
     """num_tokens: of all prompts, with partial chunks
 
-    With two tiers, `belady` needs two replays: one memory of both sizes, and memory alone.
+    With two tiers, `belady` is replayed with one memory of both sizes, and memory alone.
     """
     ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
     begun = time.perf_counter()

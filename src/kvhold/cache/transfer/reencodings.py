@@ -86,7 +86,6 @@ class Reencodings:
         return None if known is None or namespace in self._shared else known.store_options.tenant
 
     def owned_turns(self, tenant: str) -> Turns[list[bytes]]:
-        """Namespaces with only this tenant."""
         owned = []
         for number, (namespace, space) in enumerate(list(self._known.items()), 1):
             if space.store_options.tenant == tenant and namespace not in self._shared:

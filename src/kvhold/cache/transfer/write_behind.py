@@ -32,8 +32,7 @@ class WriteOwner(Protocol):
     def written(self, number: int) -> None:
         """The entry may be released."""
 
-    def found_damaged(self, entry: Entry) -> None:
-        """The bytes have changed."""
+    def found_damaged(self, entry: Entry) -> None: ...
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
         """Entries removed during their write. The tier may have them."""

@@ -30,7 +30,7 @@ def render(rows: Sequence[SystemRow]) -> str:
 
 
 def draw(rows: Sequence[SystemRow], path: Path, title: str) -> None:
-    """PNG, SVG or PDF. Raises ConfigError."""
+    """Raises ConfigError."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 4.6), layout="constrained")

@@ -225,7 +225,6 @@ def _asking_beside(
 
 @contextmanager
 def _prefilling(url: str, work: PdSpeedWork) -> Iterator[None]:
-    """Raises EngineFailed."""
     is_over, has_begun = threading.Event(), threading.Event()
 
     def prefill() -> None:

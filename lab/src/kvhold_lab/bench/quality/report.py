@@ -26,7 +26,7 @@ def render_channels(channels: MeasuredChannels) -> str:
 
 
 def draw(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """PNG, SVG or PDF. Raises ClickException."""
+    """Raises ClickException."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -29,8 +29,8 @@ class _Piece:
 
 @dataclass(frozen=True)
 class AgentTurn:
-    """possible: tokens of the prompt that an earlier request of the agent, or of its parent before
-    it, had as prompt or output, from the start; the last token is always computed
+    """possible: the prompt's first tokens that an earlier request of the agent, or of its parent,
+    had as prompt or output; the last token is always computed
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Random requests behind `kvhold proxy`, a third with each protocol. Clients leave in all stages.
 
-Answers are compared up to the first near tie.
+Answers count up to the first near tie.
 """
 
 import os
