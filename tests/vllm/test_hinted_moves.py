@@ -219,12 +219,16 @@ def engine_on(node: RunningNode) -> Engine:
 
 
 def ask(engine: Engine, prompt: list[int], *hints: dict[str, Any], **rules: Any) -> list[Any]:
-    """The answers without their fields."""
+    """The answers without their fields, from the first request that the node answers in time."""
     rules["hints"] = list(hints)
-    answers = engine.generate(prompt, max_tokens=2, rules=rules).kv_transfer_params["kvhold_hints"]
+    for _ in range(20):
+        output = engine.generate(prompt, max_tokens=2, rules=rules)
+        answers: list[Any] = list(output.kv_transfer_params["kvhold_hints"])
+        if not any(answer.get("reason") == "the node has not answered yet" for answer in answers):
+            break
     for answer in answers:
         answer.pop("field")
-    return list(answers)
+    return answers
 
 
 def test_all_actions_of_a_real_engine_across_memory_disk_and_a_peer(
@@ -256,17 +260,17 @@ def test_all_actions_of_a_real_engine_across_memory_disk_and_a_peer(
         kept = {"action": "retain", "ttl_s": 600, "num_tokens": 64}
         answers = ask(engine, own, pin, kept, {"action": "prefetch"}, {"action": "demote"}, share)
         outcomes = {answer["action"]: answer["outcome"] for answer in answers}
+        assert outcomes.pop("share") in ("deferred", "accepted")
         assert outcomes == {
             "pin": "accepted",
             "retain": "accepted",
             "prefetch": "deferred",
             "demote": "deferred",
-            "share": "deferred",
         }
         namespace = client.names()[0][0].digest
         eventually(lambda: in_memory_of(client, namespace, own) == 640)
         done = {"action": "share", "outcome": "accepted", "num_tokens": 640}
-        assert ask(engine, own, share) == [done]
+        eventually(lambda: ask(engine, own, share) == [done])
         space = namespace_for_prompts(client, namespace.hex())
         other = joined(fleet.start("other", shared(tmp_path)), space)
         with other.lookup(query_of(client, namespace.hex(), own), wait_s=PATIENT_S) as hit:
