@@ -81,7 +81,7 @@ kernels: setup
 
 compiled: setup # bytecode of the tests and their libraries: otherwise each worker makes it for itself
 	$(call stage,compiling the tests)
-	$(call timed,compiling the tests) $(BIN)/python -m pytest --collect-only -qqq -p no:xdist -p no:cacheprovider -m 'not vllm and not sglang'
+	$(call timed,compiling the tests) $(BIN)/python -m pytest --collect-only -qqq -p no:xdist -p no:cacheprovider -m 'not vllm and not sglang' >/dev/null
 
 unit: kernels ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,pytest: units)
