@@ -2,6 +2,7 @@
 does not. No public class name is used twice.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -135,3 +136,15 @@ def test_no_public_class_name_is_used_twice() -> None:
     )
     assert len(names) > 300
     assert [name for name, uses in names.items() if uses > 1] == []
+
+
+def test_no_file_and_no_function_of_the_product_is_too_long() -> None:
+    for path in sorted((REPOSITORY / "src").rglob("*.py")):
+        text = path.read_text()
+        assert text.count("\n") <= 600, path
+        if "kernels" in path.parts:
+            continue
+        for found in ast.walk(ast.parse(text)):
+            if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert found.end_lineno is not None
+                assert found.end_lineno - found.lineno < 80, (path, found.name)

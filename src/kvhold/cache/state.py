@@ -168,18 +168,28 @@ class CacheState:
         self.prompt_clears = PromptClears(
             ram, self._searches, give_command, has_tiers=self._has_tiers
         )
-        self._lookups = Lookups(
-            ram,
-            metrics,
+        peer_waits = PeerWaits(metrics, lambda: self.planner.clock(), has_peers=has_peers)
+        self._lookups = self._make_lookups(pins, peer_waits, policy_for)
+
+    def _make_lookups(self, pins: Pins, peer_waits: PeerWaits, policy_for: str) -> Lookups:
+        return Lookups(
+            self.ram,
+            self.metrics,
             self._chores,
             pins,
             self._leases,
             self._searches,
             self.planner,
             self._computing,
-            PeerWaits(metrics, lambda: self.planner.clock(), has_peers=has_peers),
+            peer_waits,
             self._handovers,
-            Answers(ram, self.planner, self._computing, self._evictions, has_tiers=self._has_tiers),
+            Answers(
+                self.ram,
+                self.planner,
+                self._computing,
+                self._evictions,
+                has_tiers=self._has_tiers,
+            ),
             ChunkValues(policy_for, self.planner.speeds),
             self.uses,
             self._numbers,

@@ -25,6 +25,9 @@ from kvhold.core.reasons import Reason
 from kvhold.core.router_events import ChunkDescription
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TENANT, MAX_TTL_S, StoreOptions
 from kvhold.core.tracing import TraceContext
+from kvhold.net.message_rows import ClientInfo as ClientInfo
+from kvhold.net.message_rows import KnownSpace as KnownSpace
+from kvhold.net.message_rows import MetricSample as MetricSample
 
 PROTOCOL_VERSION = 24
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
@@ -179,14 +182,6 @@ class Explained(Message, frozen=True):
 class ListNamespaces(Message, frozen=True):
     after: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     prefix: Annotated[str, msgspec.Meta(max_length=2 * NAMESPACE_BYTES)] = ""
-
-
-class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
-    digest: bytes
-    client: str
-    description: bytes
-    at_s: float
-    nbytes: int = 0
 
 
 class Named(Message, frozen=True):
@@ -460,15 +455,6 @@ class Measure(Message, frozen=True):
     """-> MetricSamples"""
 
 
-class MetricSample(msgspec.Struct, frozen=True, array_like=True):
-    """As `core.metrics.Sample`; name: of its metric"""
-
-    name: str
-    labels: tuple[str, ...]
-    value: float
-    counts: tuple[int, ...] = ()
-
-
 class MetricSamples(Message, frozen=True):
     samples: list[MetricSample]
 
@@ -504,23 +490,6 @@ class Kick(Message, frozen=True):
 
     number: int = 0
     pid: int = 0
-
-
-class ClientInfo(msgspec.Struct, frozen=True):
-    """nbytes: arena bytes in its leases and reservations"""
-
-    number: int
-    name: str
-    pid: int
-    alive: bool
-    silent_s: float
-    hits: int
-    leases: int
-    reservations: int
-    nbytes: int
-    ended: bool
-    device: bool = False
-    pinned_bytes: int = 0
 
 
 class ClientList(Message, frozen=True):
