@@ -68,7 +68,7 @@ def store(cache: Cache, prompt: Prompt, kv: npt.NDArray[np.float32]) -> None:
 
 def load(cache: Cache, prompt: Prompt) -> tuple[list[npt.NDArray[np.float32]], dict[str, int]]:
     """Return the chunks of the hit, and the tokens from each tier."""
-    with cache.lookup(prompt.query()) as hit:  # waits for the disk
+    with cache.lookup(prompt.query(), wait_s=60) as hit:  # for the disk
         lease = cache.claim(hit.ticket)
         if lease is None:
             return [], {}

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from kvhold_lab.engines.preloaded import VARIABLE, preloading
 from kvhold_lab.servers.programs import PACKAGES
+from tests.forks import forking
 from tests.measuring import Measuring, measured
 
 # Files whose tests are long and share nothing.
@@ -85,8 +86,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give nodes a state folder of the tests' own, and engines a folder of processes to be forked
-    from: most of a start is the import of vLLM.
+    """Give nodes a state folder of the tests' own. Fork kvhold and engines from processes that have
+    made the imports, which are most of a start.
     """
     measurement = measured()
     config.stash[MEASURING] = Measuring(measurement) if measurement is not None else None
@@ -94,6 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = str(until_the_end.enter_context(preloading()))
         until_the_end.callback(os.environ.pop, VARIABLE)
+    until_the_end.enter_context(forking())
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kvhold-tests-state-")
 
 
@@ -178,6 +180,13 @@ def _changed_loggers() -> list[logging.Logger]:
 def unmeasured_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """For long tests whose child processes run what other tests measure, or a copy of the code."""
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+
+
+@pytest.fixture
+def executed() -> Iterator[None]:
+    """`kvhold` is started as a user does it, and not forked (`tests.forks`)."""
+    with forking(allowed=False):
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     "0012-defects-that-tiers-cannot-have.md": (9, 10, 11, *range(15, 39)),
     "0015-defects-that-the-engine-side-cannot-have.md": (*range(1, 9), 50, 55, 56, 57),
+    "0041-defects-that-hand-overs-cannot-have.md": tuple(range(39, 50)),
 }
 
 
@@ -18,7 +19,7 @@ def page(name: str) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_defect_has_its_line(name: str) -> None:
-    listed = re.findall(r"^\| (D\d+) \|", page(name), re.MULTILINE)
+    listed = re.findall(r"^- (D\d+), ", page(name), re.MULTILINE)
     assert listed == [f"D{n}" for n in PAGES[name]]
 
 

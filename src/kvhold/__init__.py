@@ -1,4 +1,4 @@
-"""kvhold holds the KV caches of LLM engines, so that no text is prefilled twice.
+"""KV caches of LLM engines.
 
     import kvhold
     with kvhold.open_cache(ram_bytes="2GiB") as cache:  # in this process

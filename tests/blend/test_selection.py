@@ -53,6 +53,15 @@ class TestPlan:
     def test_the_last_token_is_computed_even_within_a_span(self) -> None:
         plan = BlendPlan(8, (StoredSpan(0, 8),))
         assert plan.unheld().tolist() == [7]
+        assert plan.question_start == 7
+
+    def test_the_question_follows_the_last_text_and_its_tail(self) -> None:
+        spans = (StoredSpan(3, 9, text_end=10), StoredSpan(11, 15, text_end=18))
+        plan = BlendPlan(20, spans, num_exact=2)
+        assert (plan.question_start, plan.tails().tolist()) == (18, [9, 15, 16, 17])
+        assert plan.unheld().tolist() == [2, 9, 10, *range(15, 20)]
+        to_the_end = BlendPlan(20, (StoredSpan(11, 15, text_end=20),))
+        assert (to_the_end.question_start, to_the_end.tails().tolist()) == (19, [15, 16, 17, 18])
 
     @pytest.mark.parametrize(
         ("spans", "num_exact"),
@@ -62,13 +71,15 @@ class TestPlan:
             pytest.param((StoredSpan(3, 21),), 0, id="beyond the prompt"),
             pytest.param((StoredSpan(5, 5),), 0, id="empty"),
             pytest.param((StoredSpan(5, 6, -1),), 0, id="stored before the first position"),
+            pytest.param((StoredSpan(3, 9, text_end=8),), 0, id="ends after its text"),
+            pytest.param((StoredSpan(3, 9, text_end=21),), 0, id="a text beyond the prompt"),
             pytest.param((), 20, id="nothing is new"),
         ],
     )
     def test_refuses_spans_that_do_not_fit(
         self, spans: tuple[StoredSpan, ...], num_exact: int
     ) -> None:
-        with pytest.raises(ValueError, match=r"spans must|must be new"):
+        with pytest.raises(ValueError, match=r"spans must|must be new|text_end"):
             BlendPlan(20, spans, num_exact)
 
 
@@ -127,6 +138,16 @@ def test_the_query_ignores_what_gaps_attend_to() -> None:
     layer.queries[9, 0] = layer.old_keys[15, 0]
     selector = QuerySelector(Budget(ratio=1 / 12))
     assert selector.select(PLAN, [layer], selector.budget).tolist() == [15]
+
+
+def test_tails_ask_nothing() -> None:
+    plan = BlendPlan(20, (StoredSpan(3, 9), StoredSpan(11, 15, text_end=18)))
+    layer = layer_of(plan, rows=range(15, 20))
+    layer.old_keys[[5, 14]] *= 5
+    layer.queries[2, 0] = layer.old_keys[5, 0]
+    layer.queries[3, 0] = layer.old_keys[14, 0]
+    selector = QuerySelector(Budget(ratio=1 / 10))
+    assert selector.select(plan, [layer], selector.budget).tolist() == [14]
 
 
 def test_a_share_is_rounded_up_and_none_takes_nothing() -> None:

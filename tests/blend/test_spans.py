@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhold.blend.spans import Span, of_ranges, refusal, span_prompt, split
-from kvhold.core.keys import HASH_BYTES, Insert, Namespace, allows_loss, make_key
+from kvhold.core.keys import (
+    HASH_BYTES,
+    Insert,
+    Namespace,
+    allows_loss,
+    is_span,
+    make_key,
+    spans_of,
+)
 from kvhold.core.layout import Group, Layout
 from kvhold.kernels.rope import Rope
 
@@ -104,7 +112,7 @@ def test_no_prompt_has_a_key_of_a_span(tokens: list[int], start: int, size: int,
     space = {
         "exact": SPACE,
         "lossy": SPACE.allowing_loss(max_error=1.0),
-        "other": SPACE.narrowed(tags=[("hashing", "spans-1"), ("kvhold.spans", "1")]),
+        "other": SPACE.narrowed(tags=[("is_of_spans", "True"), ("spans", "1")]),
     }[kind]
     prompt = SPACE.prompt(tokens)
     for span in of_ranges([(start, start + size)] if start + size <= len(tokens) else [], 40):
@@ -126,6 +134,15 @@ def test_a_span_has_one_name_wherever_it_stands_and_each_model_its_own() -> None
     assert SPACE.of_spans.of_spans == SPACE.of_spans
     assert SPACE.of_spans.is_of_spans and not SPACE.is_of_spans
     assert allows_loss(SPACE.of_spans.digest) and not allows_loss(SPACE.digest)
+
+
+@given(st.text(), st.booleans())
+def test_a_digest_shows_if_it_is_of_spans_and_gives_theirs(model: str, lossy: bool) -> None:
+    space = Namespace(model, LAYOUT)
+    space = space.allowing_loss(max_bits=4) if lossy else space
+    assert not is_span(space.digest) and is_span(space.of_spans.digest)
+    assert allows_loss(space.digest) == lossy
+    assert spans_of(space.digest) == space.of_spans.digest == spans_of(space.of_spans.digest)
 
 
 def test_inserts_go_with_their_span() -> None:

@@ -54,16 +54,21 @@ class TestRestarts:
             (place.shared_url if shared else place.url)(breaker_pause_s=0.01),
             {"clears_file": str(tmp_path / "clears")},
         )
+        span = a_prompt(SPACE.of_spans, 32)
         with cache_over(url, plugins=PLUGINS, **options) as cache:
             store(cache, PROMPT)
+            cache.register(span.namespace)
+            store(cache, span)
             settle(cache)
             place.faults = dict(DOWN)
             cache.clear(namespace)
-            assert cache.status()["tiers"][0]["pending_clears"] == 1
-        assert chunks(place) == 4
+            assert cache.status()["tiers"][0]["pending_clears"] == (2 if namespace else 1)
+        assert chunks(place) == 6
         with cache_over(url, plugins=PLUGINS, **options) as cache:
-            assert read(cache, PROMPT) == 0
+            cache.register(span.namespace)
+            assert (read(cache, PROMPT), read(cache, span)) == (0, 0)
             place.faults = {}
+            assert (read(cache, PROMPT), read(cache, span)) == (0, 0)
             eventually(lambda: not chunks(place))
             eventually(lambda: cache.status()["tiers"][0]["pending_clears"] == 0)
             store(cache, PROMPT)
@@ -302,7 +307,7 @@ class TestRestarts:
                 settle(cache)
                 second.faults = dict(DOWN)
                 cache.clear(NAMESPACE)
-                assert [tier["pending_clears"] for tier in cache.status()["tiers"]] == [0, 1]
+                assert [tier["pending_clears"] for tier in cache.status()["tiers"]] == [0, 2]
             second.faults = {}
             with cache_over(urls[1], clears_file=file) as cache:
                 assert read(cache, PROMPT) == 0
@@ -439,7 +444,7 @@ class TestRestarts:
             place.faults = {"scan": AWAY}
             place.let_go("delete")
             settle(cache)
-            assert cache.status()["tiers"][0]["pending_clears"] == 1
+            assert cache.status()["tiers"][0]["pending_clears"] == 2, "one is of spans"
             assert read(cache, later) == 0
             place.faults = {}
             eventually(

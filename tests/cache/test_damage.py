@@ -20,6 +20,7 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.memory.arena import Arena
 from kvhold.testing.cache import PLAIN, a_prompt, read, store
+from kvhold.tiers.base import WatchedParts
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import TierPlace
@@ -71,6 +72,56 @@ def received(ram: RamTier, value: bytes) -> Entry:
         at += part.nbytes
     read_buffer.accept(len(value), check=True)
     return entry
+
+
+def raw_frame(ram: RamTier) -> bytes:
+    entry = stored(ram)
+    value = frame(ram, entry, "raw")
+    ram.remove(entry)
+    return value
+
+
+def come(read_buffer: ReadBuffer, value: bytes, *, cut: int) -> None:
+    """The value's bytes, as a stream brings them: in pieces that a watch sees."""
+    parts = read_buffer.parts
+    assert isinstance(parts, WatchedParts)
+    watch, at = parts.begin(), 0
+    for part in parts:
+        for start in range(0, part.nbytes, cut):
+            piece = part[start : start + cut]
+            piece[:] = value[at : at + piece.nbytes]
+            watch(piece)
+            at += piece.nbytes
+
+
+@pytest.mark.parametrize("cut", [1, 7, 64, 100, 1000, 1 << 20])
+def test_a_chunk_is_checked_as_it_arrives(ram: RamTier, cut: int) -> None:
+    value = raw_frame(ram)
+    entry = reserved(ram)
+    read_buffer = ReadBuffer.of(ram, PendingRead(entry, PLAIN, TierPlace(0, len(value))))
+    come(read_buffer, value, cut=cut)
+    assert read_buffer.is_summed
+    read_buffer.accept(len(value), check=True)
+    assert entry.checksums == pack(read_header(value).checksums)
+    for at in (len(value) - NBYTES, len(value) - 1):
+        damaged = bytearray(value)
+        damaged[at] ^= 1
+        come(read_buffer, bytes(damaged), cut=cut)
+        with pytest.raises(FrameError, match="checksum"):
+            read_buffer.accept(len(value), check=True)
+
+
+def test_what_came_before_does_not_vouch_for_bytes_that_nobody_watched(ram: RamTier) -> None:
+    value = raw_frame(ram)
+    entry = reserved(ram)
+    read_buffer = ReadBuffer.of(ram, PendingRead(entry, PLAIN, TierPlace(0, len(value))))
+    come(read_buffer, value, cut=100)
+    assert isinstance(read_buffer.parts, WatchedParts)
+    read_buffer.parts.begin()
+    read_buffer.parts[1][3] ^= 1
+    assert not read_buffer.is_summed
+    with pytest.raises(FrameError, match="checksum"):
+        read_buffer.accept(len(value), check=True)
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])

@@ -124,7 +124,8 @@ def test_without_work_all_is_ordered_at_once() -> None:
     found = world.ask()
     assert world.work_off() == [8]
     assert world.finish(found).num_tokens == 16
-    assert world.state.planner.explain("") == []
+    [story] = world.state.planner.explain("")
+    assert (story.alternatives, story.why, story.found) == ({}, "", {"tier-1": 16})
 
 
 def test_an_unmeasured_tier_is_read_a_little_first_and_then_more() -> None:

@@ -263,10 +263,11 @@ class TestEncryption:
 
 def test_a_budget_is_read_from_a_namespaces_tags_alone_where_they_say_one() -> None:
     from kvhold.core.rules import store_options_of
+    from kvhold.core.tags import tag_digest
 
     assert store_options_of(()) == DEFAULT_OPTIONS
     assert store_options_of((("kvhold.max_error", "0.02"), ("tenant", "a"))) == replace(
-        DEFAULT_OPTIONS, max_error=0.02, tenant="a"
+        DEFAULT_OPTIONS, max_error=0.02, tenant="a", tags=tag_digest("tenant", "a")
     )
     for bad in ("much", "2", "nan", "-1"):
         assert store_options_of((("kvhold.max_error", bad),)) is None

@@ -30,7 +30,7 @@ FOLDERS = ("local_disk", "weka_path", "gds_path", "local_device")
 
 
 class Sentinels(RedisSentinels):
-    service = "mymaster"  # LMCache's
+    service = "redismaster"  # LMCache's
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,7 @@ def places() -> Iterator[dict[str, str]]:
         watched = ",".join(f"127.0.0.1:{one.port}" for one in sentinels.sentinels)
         yield {
             "redis://h:6379": f"redis://127.0.0.1:{redis.port}",
+            "redis://h:6379/2?health_check_interval=5": f"redis://127.0.0.1:{redis.port}/2",
             "redis://h:1": f"redis://127.0.0.1:{redis.port}",
             "redis-sentinel://a:26379,b:26379": f"redis-sentinel://{watched}",
             "mooncakestore://h:50051/": f"mooncakestore://127.0.0.1:{mooncake.port}/",
@@ -60,6 +61,8 @@ def settled(before: dict[str, Any], places: dict[str, str], folder: Path) -> dic
     for name in ("remote_url", "audit_actual_remote_url"):
         if name in values:
             values[name] = places.get(values[name], values[name])
+    if name in (extra := values.get("extra_config") or {}):
+        values["extra_config"] = extra | {name: places[extra[name]]}
     if str(values.get("remote_url", "")).startswith("fs://"):
         values["remote_url"] = f"fs://h:0{folder}/shared"
     for name in FOLDERS:
@@ -89,7 +92,28 @@ def test_doctor_accepts_what_migrate_writes(
     assert "WRONG" not in done.stdout
 
 
+# of LMCache's configuration, its first version, and its extra_config
+SETTINGS = """chunk_size local_cpu max_local_cpu_size local_disk max_local_disk_size remote_url
+    remote_serde use_layerwise save_decode_cache pre_caching_hash_algorithm enable_blending
+    blend_recompute_ratio blend_min_tokens blend_special_str enable_p2p lookup_url distributed_url
+    error_handling enable_controller lmcache_instance_id controller_url lmcache_worker_port
+    enable_nixl nixl_role nixl_receiver_host nixl_receiver_port nixl_buffer_size nixl_buffer_device
+    nixl_enable_gc enable_xpyd nixl_peer_host nixl_peer_port nixl_peer_init_port
+    nixl_peer_alloc_port nixl_proxy_host nixl_proxy_port weka_path gds_path cufile_buffer_size
+    audit_actual_remote_url extra_config save_unfull_chunk blocking_timeout_secs
+    external_lookup_client py_enable_gc cache_policy cache_engine_internal_api_server_enabled
+    cache_engine_internal_api_server_port_start local_device max_local_cache_size
+    pipelined_backend blend_separator blend_add_special_in_precomp"""
+EXTRAS = """save_only_first_rank first_rank_max_local_cpu_size tag_keys use_odirect use_cufile
+    use_direct_io save_chunk_meta use_exists_sync remote_enable_mla_worker_id_as0
+    create_lookup_server_only_on_worker_0_for_mla ping_timeout ping_interval infinistore_link_type
+    audit_actual_remote_url audit_calc_checksum audit_verify_checksum audit_exclude_cmds
+    lmcache_rpc_port discard_partial_chunks skip_last_n_tokens"""
+
+
 def test_each_setting_of_lmcache_is_in_a_configuration() -> None:
+    assert set(SETTINGS.split()) - lmcache._MEANINGS.keys() == set()
+    assert set(EXTRAS.split()) - lmcache._EXTRAS.keys() == set()
     shown = {name for before, _ in CONFIGURATIONS.values() for name in before}
     assert lmcache._MEANINGS.keys() - shown == set()
     extras = {

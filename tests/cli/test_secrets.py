@@ -37,6 +37,7 @@ def test_a_reference_to_a_secret_is_taken(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.server
+@pytest.mark.usefixtures("executed")
 def test_a_secret_of_a_tier_is_nowhere_to_be_seen(tmp_path: Path) -> None:
     """Not on the node's command line, in its log, its status, or what doctor and the tools say."""
     lines = [

@@ -102,10 +102,12 @@ def namespace_digest(space: dict[str, Any], fingerprint: bytes) -> bytes:
     digest = blake2b(
         encode(["kvhold-namespace-3", fields, tags, fingerprint, facts_digest]), digest_size=16
     ).digest()
-    allows_loss = space["hashing"] == "spans-1" or any(
-        name in ("kvhold.max_error", "kvhold.max_bits") for name, _ in tags
-    )
-    return digest[:15] + bytes([digest[15] // 2 * 2 + allows_loss])
+    allows_loss = any(name in ("kvhold.max_error", "kvhold.max_bits") for name, _ in tags)
+    digest = digest[:15] + bytes([digest[15] // 4 * 4 + allows_loss])
+    if not space.get("is_of_spans"):
+        return digest
+    digest = blake2b(digest, digest_size=16, person=b"kvhold-spans-1\0\0").digest()
+    return digest[:15] + bytes([digest[15] | 3])
 
 
 def chunk_hash(

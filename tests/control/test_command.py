@@ -66,8 +66,11 @@ def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((), "give a NAMESPACE, or --all"),
-        (("00", "--all"), "give a NAMESPACE, or --all"),
+        ((), "give a NAMESPACE, --tag or --all"),
+        (("00", "--all"), "give a NAMESPACE, --tag or --all"),
+        (("--tag", "a=b", "--all"), "give a NAMESPACE, --tag or --all"),
+        (("--tag", "ab"), "write NAME=VALUE"),
+        (("--tier", "dusk"), "tier 'dusk' is unknown"),
         (("xyz",), "is no namespace"),
         (("00ff00",), "no namespace that begins with"),
     ],
@@ -80,12 +83,15 @@ def test_clear_needs_to_know_what(node: RunningNode, arguments: tuple[str, ...],
 def test_clear_forgets_a_namespace_or_all(node: RunningNode) -> None:
     client, prompt = node.client(), a_prompt(SPACE, 64)
     client.register(SPACE)
+    client.register(SPACE.of_spans)
+    span = a_prompt(SPACE.of_spans, 32)
     for argument in (SPACE.digest.hex(), "--all"):
         store(client, prompt)
+        store(client, span)
         done = run_kvhold("clear", argument, "--json", "--socket", str(node.path))
-        assert json.loads(done.stdout)["chunks"] == 4, done.stderr
-        with client.lookup(prompt.query()) as hit:
-            assert hit.num_tokens == 0
+        assert json.loads(done.stdout)["chunks"] == 6, done.stderr
+        with client.lookup(prompt.query()) as hit, client.spans([span.query()]) as spans:
+            assert (hit.num_tokens, len(spans)) == (0, 0)
 
 
 def test_clear_forgets_one_prompt(node: RunningNode, tmp_path: Path) -> None:

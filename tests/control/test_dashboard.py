@@ -68,7 +68,7 @@ async def test_a_fall_of_the_hit_rate_is_explained(node: RunningNode, browser: A
         assert page.count("#namespaces b") == page.count("#requests i") == 0
         await asyncio.to_thread(page.until, "#requests", "request-<i>7</i>")
         await asyncio.to_thread(page.click, "#requests tr[tabindex]")
-        assert "waited" in await asyncio.to_thread(page.until, "#requests", "waited", "found:")
+        await asyncio.to_thread(page.until, "#requests", "waited", "64 tokens found in ram")
         await asyncio.to_thread(page.click, 'button[data-since="3600"]')
         await asyncio.to_thread(page.until, "#reasons", "evicted")
         assert page.count("#missed svg polygon") >= 3

@@ -123,8 +123,38 @@ async def test_a_prompt_on_a_disk_is_compressed_and_decompressed(
             assert job["codec"] == {"compress": "lossless", "decompress": "raw"}[name]
 
 
+async def test_all_of_an_instance_moves_to_the_disk_and_memory_alone_is_cleared(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    settings = tmp_path / "kvhold.toml"
+    settings.write_text(f'tiers = ["disk://{tmp_path}/disk?max_bytes=64MiB"]\n')
+    node = start_node("--config", str(settings))
+    store_both(node)
+    async with running_control(node.path) as control:
+
+        async def places() -> list[str]:
+            order = {"namespace": ONE, "tokens": tokens_of(a_prompt(SPACE, 64))}
+            return sorted((await control.own("POST", "/v1/lookup", order))[1]["sources"])
+
+        order = {"old_position": [ONE, "ram"], "new_position": [ONE, "LocalDiskBackend"]}
+        status, found = await control.own("POST", "/move", order | {"copy": True})
+        assert status == 200, found
+        event = {"event_id": found["event_id"]}
+        for _ in range(2000):
+            _, checked = await control.ask("POST", "/check_finish", event)
+            if checked != {"status": "running"}:
+                break
+        assert checked == {"status": "done"}
+        assert await places() == ["ram"]
+        clear = {"instance_id": ONE, "location": "LocalCPUBackend"}
+        status, found = await control.own("POST", "/clear", clear)
+        assert (status, found["num_tokens"]) == (200, 64)
+        assert await places() == ["disk"]
+
+
 BAD_ORDERS: list[tuple[str, dict[str, Any], int]] = [
-    ("clear", {"location": "LocalCPUBackend"}, 409),
+    ("clear", {"location": "LocalDiskBackend"}, 409),
+    ("clear", {"location": "ssd"}, 409),
     ("clear", {"instance_id": ""}, 404),
     ("clear", {"instance_id": "ffff"}, 404),
     ("clear", {"tokens": [1]}, 400),

@@ -1,6 +1,7 @@
 """Each operation of the API, on a real node."""
 
 import asyncio
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.naming import Facts
 from kvhold.testing.cache import PLAIN, a_prompt, store
 from tests.control.running import RunningControl, running_control, tokens_of
-from tests.node.nodes import RunningNode
+from tests.node.nodes import RunningNode, run_kvhold
 
 SPACE = Namespace(
     "content:1", PLAIN, facts=Facts.of({"vllm.dtype": "'float32'"}), title="/models/one"
@@ -85,13 +86,15 @@ async def test_a_namespace_is_cleared_and_others_stay(node: RunningNode) -> None
     client.register(SPACE)
     client.register(OTHER)
     one, two = a_prompt(SPACE, 64), a_prompt(OTHER, 64)
-    for prompt in (one, two):
+    client.register(SPACE.of_spans)
+    span = a_prompt(SPACE.of_spans, 32)
+    for prompt in (one, two, span):
         store(client, prompt)
     async with running_control(node.path) as control:
         status, found = await control.own("POST", "/v1/clear", {"namespace": DIGITS[:12]})
-        assert (status, found) == (200, {"chunks": 4})
-        with client.lookup(one.query()) as hit:
-            assert hit.num_tokens == 0
+        assert (status, found) == (200, {"chunks": 6})
+        with client.lookup(one.query()) as hit, client.spans([span.query()]) as spans:
+            assert (hit.num_tokens, len(spans)) == (0, 0)
         with client.lookup(two.query()) as hit:
             assert hit.num_tokens == 64
         assert (await control.own("POST", "/v1/clear", {"all": True}))[1] == {"chunks": 4}
@@ -166,8 +169,55 @@ async def test_a_prompt_is_moved_by_a_job(
         assert (await _until_done(control, 3))["dropped"] == 4
         event = {"event_id": "move-3"}
         assert await control.own("POST", "/check_finish", event) == (200, {"status": "done"})
+        back = {"old_position": move["new_position"], "new_position": move["old_position"]}
+        assert (await control.own("POST", "/move", move | back))[0] == 200
+        assert (await _until_done(control, 4))["dropped"] == 4
+        assert (await control.ask("GET", "/v1/status"))[1]["chunks"] == 8
         for elsewhere in ({"old_position": [DIGITS, "disk"]}, {"new_position": ["ff", "disk"]}):
             assert (await control.own("POST", "/move", move | elsewhere))[0] == 409, elsewhere
+
+
+async def test_a_prompt_and_a_namespace_are_moved_between_tiers_by_jobs_and_in_a_shell(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    settings = tmp_path / "kvhold.toml"
+    far = f"disk://{tmp_path}/far?max_bytes=64MiB&name=far&codec=lossless"
+    settings.write_text(f'tiers = ["disk://{tmp_path}/disk?max_bytes=64MiB", "{far}"]\n')
+    node = start_node("--config", str(settings))
+    client, prompt, other = node.client(), a_prompt(SPACE, 64), a_prompt(SPACE, 64, seed=7)
+    client.register(SPACE)
+    for one in (prompt, other):
+        store(client, one)
+    order: dict[str, Any] = {"namespace": DIGITS[:8], "tokens": tokens_of(prompt)}
+    order["source"] = "disk"
+    async with running_control(node.path) as control:
+        await control.own("POST", "/v1/flush", {"timeout_s": 60})
+        await control.own("POST", "/v1/clear", {"all": True, "tier": "far"})
+        for target, dropped in (("far", 4), ("ram", 0)):
+            status, job = await control.own("POST", "/v1/move", order | {"tier": target})
+            assert (status, job["source"], job["tier"]) == (201, "disk", target)
+            progress = await _until_done(control, job["number"])
+            assert (progress["copied"], progress["dropped"]) == (4, dropped), target
+        whole: dict[str, Any] = {"namespace": DIGITS, "source": "disk", "tier": "far", "all": True}
+        _, job = await control.own("POST", "/v1/move", whole)
+        assert (await _until_done(control, job["number"]))["dropped"] == 4
+        for bad in (whole | {"tokens": [1]}, order | {"tokens": None, "tier": "far"}):
+            assert (await control.own("POST", "/v1/move", bad))[0] == 400, bad
+        for wrong in ({"source": "dusk"}, {"tier": "disk"}, {"tier": "ram"}):
+            status, problem = await control.own("POST", "/v1/move", whole | wrong)
+            assert (status, problem["reason"]) == (409, "refused"), wrong
+        await control.own("POST", "/v1/clear", {"all": True, "tier": "ram"})
+        lookup = {"namespace": DIGITS[:8], "tokens": tokens_of(prompt)}
+        _, found = await control.own("POST", "/v1/lookup", lookup)
+        assert found["sources"] == {"far": 64}
+        await control.own("POST", "/v1/clear", {"all": True, "tier": "ram"})
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps(tokens_of(prompt)))
+    arguments = ("move", DIGITS[:8], "--tokens", str(file), "--socket", str(node.path))
+    done = await asyncio.to_thread(run_kvhold, *arguments, "--from", "far", "--to", "ram")
+    assert "ram has 4 chunks" in done.stdout and "4 left far" in done.stdout, done.stderr
+    with client.lookup(prompt.query(), wait_s=0) as hit:
+        assert (hit.num_tokens, hit.sources) == (64, {"ram": 64})
 
 
 async def test_the_node_is_stopped(start_node: Callable[..., RunningNode]) -> None:

@@ -154,7 +154,7 @@ class TestUnknownNames:
 
     def test_without_a_near_one_all_are_named(self) -> None:
         message = refusal({"zzz": 1})
-        assert "known are allow_unproven, clears_file, client" in message
+        assert "known are allow_unproven, blend, clears_file" in message
         assert "tokens_per_chunk" in message
 
     def test_that_are_no_text_are_refused(self, tmp_path: Path) -> None:
@@ -244,6 +244,12 @@ class TestBadValues:
             ("client", "connect_timeout_s", "inf", "must be a finite number"),
             ("client", "connect_timeout_s", float("nan"), "must be a finite number"),
             ("client", "connect_timeout_s", 10**400, "must be a number"),
+            ("blend", "separator", 5, "must be a list of whole numbers"),
+            ("blend", "separator", [1, "x"], "must be a whole number"),
+            ("blend", "separator", "1,2", "must be a whole number"),
+            ("blend", "separator", [1, -2], "no number may be negative"),
+            ("blend", "ratio", 1.5, "must be at most 1"),
+            ("blend", "max_kl", -1, "must be at least 0"),
         ],
     )
     def test_a_bad_value_of_a_section_is_named_with_it(
@@ -453,6 +459,10 @@ class TestGoodValues:
             ).tiers
             == tiers
         )
+
+    @pytest.mark.parametrize("value", ["7 9", [7, 9], (7, "9")])
+    def test_token_ids(self, value: Any) -> None:
+        assert load_config({"blend": {"separator": value}}, environ={}).blend.separator == (7, 9)
 
     def test_every_setting_has_its_help(self) -> None:
         assert all(text for _, _, text in describe())

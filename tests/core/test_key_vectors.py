@@ -140,8 +140,15 @@ INPUTS: list[dict[str, Any]] = [
     {
         "says": "a span, which is approximate",
         "layout": DENSE,
-        "namespace": PLAIN | {"hashing": "spans-1"},
+        "namespace": PLAIN | {"is_of_spans": True},
         "tokens": [1, 2, 3, 4, 5],
+        "extras": {},
+    },
+    {
+        "says": "a span of a namespace with all fields",
+        "layout": HYBRID,
+        "namespace": FULL | {"facts": FACTS, "is_of_spans": True},
+        "tokens": [1, 2, 3, 4, 5, 6],
         "extras": {},
     },
     {

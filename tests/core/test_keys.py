@@ -91,6 +91,7 @@ class TestNamespace:
         "tags": (("name", "value"),),
         "hashing": "engine-1",
         "facts": Facts.of({"engine.seed": "7"}),
+        "is_of_spans": True,
     }
 
     def test_every_field_is_covered_here(self) -> None:

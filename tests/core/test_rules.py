@@ -11,6 +11,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import Namespace, allows_loss
 from kvhold.core.rules import RequestRules, check_tags, request_rules
 from kvhold.core.store_options import StoreOptions
+from kvhold.core.tags import tag_digests
 from kvhold.testing.cache import PLAIN
 
 SPACE = Namespace("model", PLAIN)
@@ -25,9 +26,11 @@ def test_a_request_that_says_nothing_may_do_everything() -> None:
 
 
 def test_a_request_may_say_what_it_does_not_want() -> None:
-    asked = {"store": False, "load": False, "plan": False, "ttl_s": 5, "tags": {"b": "2", "a": "1"}}
+    tags = {"b": "2", "a": "1"}
+    asked = {"store": False, "load": False, "plan": False, "ttl_s": 5, "tags": tags}
+    options = StoreOptions(ttl_s=5.0, tags=tag_digests(tags.items()))
     assert request_rules(asked, RulesConfig()) == RequestRules(
-        False, False, False, StoreOptions(ttl_s=5.0), (("a", "1"), ("b", "2"))
+        False, False, False, options, (("a", "1"), ("b", "2"))
     )
 
 

@@ -111,6 +111,7 @@ def test_a_node_has_the_declared_fields(tmp_path: Path) -> None:
     settings = tmp_path / "kvhold.toml"
     settings.write_text(
         f'[peers]\nlisten = "127.0.0.1:0"\n[events]\npublish = "ipc://{tmp_path}/events"\n'
+        '[control]\nin_node = true\nlisten = ""\n'
     )
     tiers = ("--tier", "memory://?max_bytes=16MiB", "--tier", "peers://127.0.0.1:1")
     more = (*tiers, "--config", str(settings))
@@ -122,7 +123,7 @@ def test_a_node_has_the_declared_fields(tmp_path: Path) -> None:
         status = client.status()
         assert list(differences(status, NodeStatus)) == []
         assert status.keys() == NodeStatus.__annotations__.keys()
-        assert [c["name"] for c in status["clients"]] == ["test"]
+        assert "test" in [c["name"] for c in status["clients"]]
         assert dict(check_status(json.loads(json.dumps(status)))) == dict(status)
     finally:
         node.close()

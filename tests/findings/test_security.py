@@ -156,6 +156,7 @@ class TestB6:
         assert "8675309" not in str(caught.value)
 
     @pytest.mark.server
+    @pytest.mark.usefixtures("executed")
     def test_no_node_serves_with_a_secret_on_its_command_line(self, tmp_path: Path) -> None:
         """Every user of the host can read that."""
         command = [

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -98,7 +99,9 @@ class TestPinning:
                 assert leave.wait(20)
                 return found.pinned
 
-        with ThreadPoolExecutor(2) as others:
+        with ThreadPoolExecutor(2) as others, ExitStack() as after:
+            after.callback(go.release, 3)
+            after.callback(leave.set)
             inside, beyond = (
                 others.submit(reach, arenas, held, arena.writable, 50, 90),
                 others.submit(copy),
@@ -110,7 +113,6 @@ class TestPinning:
             assert not asked.acquire(timeout=0.3), "nothing is registered while it is copied"
             leave.set()
             assert not beyond.result(timeout=20)
-        go.release(2)
         arenas.wait()
         assert arenas.pinned_bytes == 300
         arenas.release(held)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvhold.core.errors import ProtocolError
+from kvhold.net.bulk import Incoming
 from kvhold.net.stream import Stream, accept_stream
 
 SIZE = 3 << 20
@@ -44,6 +45,17 @@ async def test_a_value_larger_than_the_connection_holds_arrives_whole(
     await sending
     assert into[:SIZE] == value
     assert into[SIZE:] == bytes(10)
+    assert await pair[1].read(3) == b"end"
+
+
+async def test_the_watch_of_a_value_sees_its_bytes_in_order(pair: tuple[Stream, Stream]) -> None:
+    value, into, seen = os.urandom(SIZE), bytearray(SIZE), bytearray()
+    sending = asyncio.create_task(pair[0].send([b"head", value, b"end"]))
+    assert await pair[1].read(4) == b"head"
+    parts = [memoryview(into)[:5], memoryview(into)[5:200_000], memoryview(into)[200_000:]]
+    await pair[1].read_values([Incoming(parts, SIZE, seen.extend)])
+    await sending
+    assert into == seen == value
     assert await pair[1].read(3) == b"end"
 
 
@@ -194,6 +206,54 @@ def a_tcp_connection() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         return client, listener.accept()[0]
+
+
+async def test_little_after_much_is_read_at_once() -> None:
+    """A small answer is not held back until as many bytes have come as a large value needs."""
+    client, served = a_tcp_connection()
+    client.setblocking(False)
+    near, far = Stream(client), await accept_stream(served, None)
+    async with asyncio.timeout(20):
+        for number in range(3):
+            sending = asyncio.create_task(far.send([bytes(SIZE)]))
+            await near.read_into([memoryview(bytearray(SIZE))], SIZE)
+            await sending
+            reading = asyncio.create_task(near.read(5))
+            await turns(5)
+            await far.send([b"small"])
+            assert await reading == b"small", number
+    for stream in (near, far):
+        stream.close()
+
+
+async def test_a_few_bytes_and_the_end_of_a_tcp_connection_are_a_fault() -> None:
+    client, served = a_tcp_connection()
+    client.setblocking(False)
+    near, far = Stream(client), await accept_stream(served, None)
+    reading = asyncio.create_task(near.read_into([memoryview(bytearray(SIZE))], SIZE))
+    await turns(5)
+    await far.send([bytes(100)])
+    far.close()
+    with pytest.raises(EOFError):
+        await asyncio.wait_for(reading, 20)
+    near.close()
+
+
+async def test_a_send_to_a_lost_connection_is_a_fault(pair: tuple[Stream, Stream]) -> None:
+    sending = asyncio.create_task(pair[0].send([bytes(SIZE)] * 3))
+    await turns(5)
+    pair[1].close()
+    with pytest.raises(OSError):  # noqa: PT011 - of several kinds
+        await asyncio.wait_for(sending, 20)
+
+
+async def test_more_pieces_than_one_call_takes_arrive_in_order(
+    pair: tuple[Stream, Stream],
+) -> None:
+    pieces = [os.urandom(5000) for _ in range(1500)]
+    sending = asyncio.create_task(pair[0].send(pieces))
+    assert await pair[1].read(1500 * 5000) == b"".join(pieces)
+    await sending
 
 
 async def test_a_descriptor_whose_tls_handshake_failed_may_be_used_again() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forks import the_forks
 from tests.node.nodes import RunningNode, eventually, open_descriptors
 
 HERE = Path(__file__).parent
@@ -27,8 +28,9 @@ def _threads() -> set[threading.Thread]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No descriptor, thread or child process that was not there before."""
+    the_forks()  # lives longer than the test
     if "shared_node" in request.fixturenames:
-        request.getfixturevalue("shared_node")  # lives longer than the test
+        request.getfixturevalue("shared_node")  # so does this
     before, threads, children = open_descriptors(), _threads(), set(psutil.Process().children())
     yield
     eventually(lambda: _threads() <= threads)

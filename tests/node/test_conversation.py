@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhold.core.api import ReencodeProgress
+from kvhold.core.api import CopyProgress, ReencodeProgress, RetainAnswer
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import ChunkNames, Query
 from kvhold.net import messages as m
@@ -24,6 +24,8 @@ GRANTING = {
     m.Claim(7, 0, 0): (m.Leased(8, [], [], []), m.Release(8)),
     m.Reserve(bytes(16), ChunkNames(bytes(32), b""), 0): (m.Granted(9, []), m.Abandon(9)),
     m.Reencode("disk", "raw"): (m.ReencodeStatus(10, ReencodeProgress()), m.Release(10)),
+    m.Copy("disk", LOOKUP.query): (m.CopyStatus(12, CopyProgress()), m.Release(12)),
+    m.Retain(LOOKUP.query, 60.0): (m.Retained(RetainAnswer(13, 64, 64)), m.Release(13)),
 }
 _requests: Decoder[m.Request] = Decoder(m.Request)
 
@@ -159,7 +161,14 @@ def test_an_answer_whose_caller_was_interrupted_is_returned_once(
 
 
 @pytest.mark.parametrize(
-    "answer", [m.LookupAnswer(0, 0), m.Granted(0, []), m.NotFound(), m.Refused("no", fatal=False)]
+    "answer",
+    [
+        m.LookupAnswer(0, 0),
+        m.Granted(0, []),
+        m.Retained(RetainAnswer(0, 0, 0)),
+        m.NotFound(),
+        m.Refused("no", fatal=False),
+    ],
 )
 def test_a_late_answer_that_granted_nothing_is_dropped(
     conversation: Conversation, node: Node, answer: m.Message

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvhold.cli.explain import command as explain
-from kvhold.core.planning import ComputeCost
+from kvhold.core.planning import BlendReport, ComputeCost, LoadedChunks, RequestInfo, SpanReport
 from kvhold.core.reasons import SLOWER
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
@@ -52,16 +52,35 @@ def test_the_command_says_what_was_decided_why_and_what_came_of_it(client: NodeC
     assert "loading all of it takes 1.01 s, computing it 160.00 s" in said.output
     assert "0.0125" in said.output and "1.5000" in said.output and "160 in ram" in said.output
     assert "computing it takes 1.2 ms, loading all of it" in run(client, "cheap-2").output
-    for listed in (run(client, "cmpl"), run(client)):
-        assert [line.split()[1] for line in listed.output.splitlines()] == [
-            "cmpl-cheap-2",
-            "cmpl-dear-1",
-        ]
+    names = ["cmpl-cheap-2", "cmpl-dear-1"]
+    for listed, wanted in ((run(client, "cmpl"), names), (run(client), ["-", *names])):
+        assert [line.split()[1] for line in listed.output.splitlines()] == wanted
     [decision] = json.loads(run(client, "dear-1", "--json").output)
     assert (
         decision["request"] == "cmpl-dear-1"
         and decision["alternatives"]["all"]["num_tokens"] == 160
     )
+
+
+def test_a_request_without_a_plan_has_a_story_too(client: NodeClient) -> None:
+    longer = a_prompt(SPACE, 160).followed_by(list(range(40))).query()
+    info = RequestInfo("cmpl-plain-3", "chat 7", 201, 32)
+    client.lookup(longer, info=info).close()
+    client.report_timing("cmpl-plain-3", load_s=0.25, compute_s=1.5)
+    client.lookup(longer, uses="none", info=info).close()
+    said = run(client, "plain").output
+    assert "decision  not planned" in said
+    assert "201 in all, 32 in the engine already, found: 160 in ram" in said
+    assert "missing   the next chunk was never stored" in said
+    assert re.search(r"^measured +160 +0\.0000 +0\.2500 +1\.5000 +1\.7500$", said, re.MULTILINE)
+    assert "compute all" not in said
+    [story] = client.explain("plain")
+    assert (story.session, story.reason, story.namespace) == (
+        "chat 7",
+        "never_stored",
+        SPACE.digest.hex(),
+    )
+    assert story.client.startswith("test (pid ")
 
 
 def test_the_command_says_what_is_missing_and_since_when(client: NodeClient) -> None:
@@ -78,11 +97,66 @@ def test_the_command_says_what_is_missing_and_since_when(client: NodeClient) -> 
 def test_what_the_node_does_not_remember_is_said(client: NodeClient) -> None:
     for arguments, told in (
         (["nobody"], "no decision of a request 'nobody'"),
-        ([], "no decision of any request yet"),
+        (["cmpl-9"], "no decision of a request 'cmpl-9'"),
     ):
         said = run(client, *arguments)
         assert said.exit_code == 1
         assert told in said.output
+
+
+def test_the_command_says_how_a_request_was_blended(client: NodeClient) -> None:
+    spans = [
+        SpanReport(0, 32, {"ram": 32}),
+        SpanReport(32, 64, {"peers": 32}, [LoadedChunks("b:7711", [[0, 1]], 0.0031)]),
+        SpanReport(64, 96, missing="never_stored", is_alone=True),
+    ]
+    client.report_blend(BlendReport("b-1", "blended", 100, 0, 80, 20, "first ratio=0.1", "", spans))
+    client.report_blend(BlendReport("c-2", "refused", 100, 0, 0, 100, "query", "no permit"))
+    said = run(client, "b-1").output.splitlines()
+    assert said[3:] == [
+        "blend     blended",
+        "kv        0 exact, 80 reused, 20 recomputed (20.0 %), by first ratio=0.1",
+        "span      0-32: 32 in ram",
+        "span      32-64: 32 in peers, chunks 0-1 from b:7711, 3.1 ms",
+        "span      64-96: not found, missing: never_stored, computed alone",
+    ]
+    assert "blend     refused: no permit" in run(client, "c-2").output
+    listed = run(client).output.splitlines()
+    assert [line.split("tokens: ")[1] for line in listed] == [
+        "no permit",
+        (
+            "blended by first ratio=0.1: 0 exact, 80 reused, 20 recomputed, 1 of 3 spans were "
+            "computed alone"
+        ),
+    ]
+
+
+def test_a_planned_request_has_its_blend_too(client: NodeClient) -> None:
+    client.lookup(a_prompt(SPACE, 160).query(), cost=DEAR).close()
+    client.report_blend(BlendReport(DEAR.request, "blended", 160, 0, 100, 60, "query"))
+    [decision] = client.explain(DEAR.request)
+    assert decision.alternatives and decision.blend is not None
+    said = run(client, "dear").output
+    assert "100 reused, 60 recomputed (37.5 %), by query" in said and "load the whole hit" in said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"result": "odd"},
+        {"num_tokens": -1},
+        {"note": "n" * 1001},
+        {"spans": [SpanReport(0, 1)] * 257},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_client_with_an_impossible_report_is_hung_up_on(
+    client: NodeClient, changes: dict[str, Any]
+) -> None:
+    values: dict[str, Any] = {"request": "r", "result": "blended", "num_tokens": 1} | changes
+    with RawClient(client.path, greet=True) as raw:
+        assert isinstance(raw.ask(m.ReportBlend(BlendReport(**values))), m.Refused)
+        assert raw.is_closed()
 
 
 @pytest.mark.parametrize(

@@ -248,3 +248,22 @@ def test_listening_never_changes_the_modes_of_files_that_others_make(
     assert asyncio.run(listen()) == 0o600
     assert calls == []
     assert (tmp_path / "folder").stat().st_mode & 0o700 == 0o700
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12), reason="slices need Linux 6.12"
+)
+def test_the_loop_takes_short_slices_and_keeps_its_nice_value() -> None:
+    script = (
+        "import os; nice = os.nice(1)\n"
+        "from kvhold.node.host import run_when_woken\n"
+        "run_when_woken()\n"
+        "print(os.getpriority(os.PRIO_PROCESS, 0) == nice, os.sched_getscheduler(0))\n"
+        "print(open('/proc/self/sched').read())\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert answer[0] == f"True {os.SCHED_OTHER}"
+    [line] = [line for line in answer if line.startswith("se.slice")]
+    assert float(line.split(":")[1]) < 1_000_000

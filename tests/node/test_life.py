@@ -312,6 +312,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_detached_node_listens_where_it_was_told_to_from_where_it_was_started(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,9 @@
 """The thread of a node's peers."""
 
 import asyncio
+import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +48,21 @@ def test_a_clear_tells_the_time_at_which_memory_was_cleared(tiers: tuple[str, ..
         state.cleared(command.prefix, command.asked_s)
     [(prefix, asked_s)] = told
     assert prefix == b"" and asked_s is not None and before_s <= asked_s <= after_s
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12), reason="slices need Linux 6.12"
+)
+def test_it_takes_short_slices() -> None:
+    state = new_state(Config(), arena_of(1 << 20))
+    thread = PeerThread(ServePeersConfig(listen="127.0.0.1:0"), state, lambda call: call())
+    try:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread._loop).result()
+        scheduling = Path(f"/proc/self/task/{thread._thread.native_id}/sched")
+        [slice_ns] = re.findall(r"^se\.slice\s*:\s*(\d+)", scheduling.read_text(), re.MULTILINE)
+        assert int(slice_ns) < 1_000_000
+    finally:
+        thread.close()
 
 
 async def test_a_thread_that_never_served_ends() -> None:

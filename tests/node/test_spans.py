@@ -82,6 +82,10 @@ def test_spans_come_from_another_node(fleet: Fleet) -> None:
                 assert lease is not None
                 with lease:
                     check(lease, SPANS[span.number], SPANS[span.number].num_tokens)
+                assert span.hit.sources == {"peers": span.num_tokens}
+                [loaded] = span.hit.loaded
+                assert loaded.place == f"127.0.0.1:{port_of(first)}"
+                assert loaded.chunks == [[0, 1]]
             return True
 
     eventually(found)

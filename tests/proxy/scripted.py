@@ -26,6 +26,7 @@ FAST = {
     "drain_timeout_s": 5.0,
     "queue_timeout_s": PATIENT_S,
     "prefill_timeout_s": PATIENT_S,
+    "skip_answered_s": 0,
 }
 
 

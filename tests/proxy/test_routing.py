@@ -12,6 +12,7 @@ from tests.proxy.scripted import (
     LONG,
     ScriptedEngine,
     Seen,
+    answers,
     engines_and_proxy,
     eventually,
     never,
@@ -87,6 +88,40 @@ async def test_a_prefill_engine_is_asked_only_if_it_can_help(
         assert len(prefill.seen) == (result == "done")
         assert len(decode.seen) == 1
         assert await proxy.metric("prefills_total", result=result) == 1
+
+
+async def test_a_prompt_that_goes_on_from_an_answered_one_has_no_prefill() -> None:
+    async with engines_and_proxy(1, 2, skip_answered_s=60) as ([prefill], _, proxy):
+
+        async def prefills_of(path: str = "/v1/completions", **fields: Any) -> int:
+            before = len(prefill.seen)
+            assert (await proxy.post(path, {"max_tokens": 4, **fields}))[0] == 200
+            return len(prefill.seen) - before
+
+        assert await prefills_of(prompt=LONG * 3) == 1
+        assert await prefills_of(prompt=LONG * 3) == 0
+        assert await prefills_of(prompt=LONG * 3 + "more " * 50) == 0
+        assert await prefills_of(prompt=LONG * 3 + "x" * 3_000) == 1
+        assert await prefills_of(prompt="y" + LONG * 3) == 1
+        assert await prefills_of(prompt=LONG * 3, model="other") == 1
+        assert await prefills_of(prompt=LONG * 3, cache_salt="other") == 1
+        assert await prefills_of(prompt=[LONG, LONG]) == 1
+        assert await prefills_of(prompt=[LONG, LONG]) == 1, "several prompts are not remembered"
+        chat = "/v1/chat/completions"
+        turns = [{"role": "user", "content": LONG * 3}]
+        assert await prefills_of(chat, messages=turns) == 1
+        turns += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "why?"}]
+        assert await prefills_of(chat, messages=turns) == 0
+        assert await prefills_of(chat, messages=turns, tools=[{"name": "t"}]) == 1
+        assert await proxy.metric("prefills_total", result="hit") == 3
+
+
+async def test_a_prompt_that_no_engine_answered_is_not_remembered() -> None:
+    async with engines_and_proxy(1, 1, skip_answered_s=60) as ([prefill], [decode], proxy):
+        decode.script = answers(400)
+        for expected in (1, 2):
+            assert (await proxy.complete(LONG))[0] == 400
+            assert len(prefill.seen) == expected
 
 
 @pytest.mark.parametrize(

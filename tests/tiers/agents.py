@@ -44,6 +44,7 @@ class FakeAgent:
         self.memory: list[MemoryRange] = []
         self.remotes: set[str] = set()
         self.reads: list[FakeRead] = []
+        self.num_progress = 0
 
     def register(self, address: int, nbytes: int) -> None:
         self.memory.append(MemoryRange(address, nbytes))
@@ -84,6 +85,9 @@ class FakeAgent:
                 ctypes.memset(piece.here, 0, 1)
                 ctypes.memset(piece.here + 1, 1, 1)
         return True
+
+    def progress(self) -> None:
+        self.num_progress += 1
 
     def end_read(self, read: FakeRead) -> None:
         read.is_released = True

@@ -25,7 +25,7 @@ from tests.tiers.test_disk_crash_writer import (
     value_of,
 )
 
-ROUNDS = int(os.environ.get("DISK_CRASH_ROUNDS", "20"))
+ROUNDS = int(os.environ.get("DISK_CRASH_ROUNDS", "8"))
 MIB = 1 << 20
 KEPT = 20  # values that go from one round to the next
 MOST_WRITES = 60  # acknowledged before a writer is killed

@@ -84,6 +84,15 @@ def test_a_chunk_of_many_peers_takes_at_most_48_bytes(num_chunks: int) -> None:
     assert index.nbytes < before / 4  # memory is given back
 
 
+def test_to_forget_takes_a_turn_only_for_each_table_with_chunks() -> None:
+    index = PeerIndex()
+    assert not list(index.forget(0))
+    for number, peer in ((1, 0), (1025, 0), (2, 0), (3, 1)):  # two in one table
+        index.add(number, 64, peer=peer)
+    assert len(list(index.forget(0))) == 2
+    assert (len(index), index.count(0), index.count(1)) == (1, 0, 1)
+
+
 def test_impossible_sizes_are_not_kept() -> None:
     index = PeerIndex()
     index.add(1, 0, peer=0)

@@ -1,7 +1,7 @@
 """Chunks that come from a peer's memory by an agent: a fake of NIXL's, in this process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -27,7 +27,7 @@ from kvhold.net.wire import Decoder, encode
 from kvhold.node import channel as node_channel
 from kvhold.node.peer_server import PeerServer
 from kvhold.testing.tier import make_key, make_value
-from kvhold.tiers.base import Parts
+from kvhold.tiers.base import Parts, WatchedParts
 from kvhold.tiers.exchanges import Getting, read_body
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.guard_config import GuardConfig
@@ -285,6 +285,23 @@ async def test_a_damaged_chunk_ends_the_use_of_the_channel() -> None:
         await two.tier.delete([make_key(1)])
         assert two.status["channel_reason"] == "a chunk that came by NIXL was damaged"
         assert values
+
+
+async def test_what_a_watch_saw_over_tcp_does_not_count_for_bytes_by_nixl() -> None:
+    async with pair() as two:
+        await two.opened()
+        await two.store(1)
+        seen: list[bytearray] = []
+
+        def begin() -> Callable[[memoryview], None]:
+            seen.append(bytearray())
+            return seen[-1].extend
+
+        parts = WatchedParts(two.parts(1)[0])
+        parts.begin = begin
+        assert await two.tier.get([make_key(1)], [parts]) == [FRAME_BYTES]
+        assert two.status["nixl_bytes"] == CHUNK_BYTES
+        assert seen == [b""]
 
 
 async def test_memory_that_may_still_be_written_is_not_let_go() -> None:

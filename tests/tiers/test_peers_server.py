@@ -100,6 +100,16 @@ class TestServer:
             PeerServer(ServePeersConfig(**settings), place, place.feed, Metrics())
         assert "hush" not in str(caught.value)
 
+    async def test_a_connection_that_comes_as_the_server_ends_is_no_fault(self) -> None:
+        faults: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        async with served() as place:
+            await asyncio.sleep(0.01)
+            with socket.create_connection(("127.0.0.1", place.port)):
+                await asyncio.sleep(0)  # the loop knows of it, and calls nothing yet
+                await place.server.stop()
+        assert not faults
+
     async def test_connections_have_a_limit(self) -> None:
         async with served(max_connections=1) as place, following(place.port) as tier:
             await tier.check()

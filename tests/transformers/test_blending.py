@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
+from kvhold.blend.rows import attend_rows
 from kvhold.blend.selection import (
     BlendPlan,
     Budget,
@@ -22,7 +23,6 @@ from kvhold.blend.selection import (
 )
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.integrations.transformers.blending import Blender
-from kvhold.integrations.transformers.rows import attend_rows
 from tests.transformers.models import model_of, prompt_of, sizes
 
 LAYERS = 4
@@ -266,6 +266,37 @@ def test_rows_attend_as_a_full_causal_attention_does(rows: Sequence[int]) -> Non
     torch.testing.assert_close(found, expected.transpose(1, 2)[:, positions])
 
 
+@pytest.mark.parametrize("rows", [[3], [5, 70], range(5, 200, 2), range(60, 200)])
+def test_rows_do_not_see_hidden_keys(rows: Sequence[int]) -> None:
+    positions, hidden = torch.tensor(list(rows)), torch.tensor([0, 1, 40, 41, 42, 199])
+    query, key, value = (torch.randn(1, heads, 200, 16, dtype=torch.float64) for heads in (6, 2, 2))
+    seen = torch.ones(200, 200, dtype=torch.bool).tril()
+    seen[:, hidden] = False
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True
+    )
+    found = attend_rows(query[:, :, positions], key, value, positions, 0.3, hidden=hidden)
+    torch.testing.assert_close(found, expected.transpose(1, 2)[:, positions])
+
+
+def test_tails_do_not_change_the_choice_and_are_computed(llama: Blender) -> None:
+    prompt = prompt_of(LENGTH)
+    spans = (StoredSpan(10, 150, 3, text_end=160), StoredSpan(160, 280, text_end=290))
+    plan, selector = BlendPlan(LENGTH, spans), make_selector("query", ratio=0.2)
+    kv, other = stored(llama, prompt, plan), stored(llama, prompt, plan)
+    for tensor in kv_of(other):
+        tensor[:, :, plan.tails()] = torch.nan
+    blended, again = (llama.prefill(prompt, one, plan, selector) for one in (kv, other))
+    assert set(plan.tails()) < set(blended.recomputed.tolist()) == set(again.recomputed.tolist())
+    for ours, theirs in zip(kv_of(kv), kv_of(other), strict=True):
+        assert torch.equal(ours, theirs)
+    # with nothing chosen, too
+    kv = stored(llama, prompt, plan)
+    before = llama.prefill(prompt, kv, plan, make_selector("query", ratio=0.0))
+    assert before.recomputed.tolist() == plan.unheld().tolist()
+    assert not torch.isnan(before.logits).any()
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "reason"),
@@ -302,7 +333,7 @@ class TestRefusals:
                     bos_token_id=1,
                     eos_token_id=2,
                 ),
-                "not each layer attends once, by transformers' functions",
+                "not each layer attends once",
                 id="an attention of its own",
             ),
             pytest.param(

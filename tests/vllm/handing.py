@@ -19,6 +19,15 @@ NIXL = {
     "remote_port": None,
 }
 DECODER = {"remote_decoder": {"kv_request_id": "id"}}
+DISAGG = {
+    "ret_first_tok": True,
+    "disagg_spec": {
+        "req_id": "id",
+        "receiver_host": "203.0.113.1",
+        "receiver_init_port": [1],
+        "receiver_alloc_port": [2],
+    },
+}
 PREFILLER = {
     "remote_prefiller": {"kv_request_id": "id", "remote_host": "203.0.113.1", "remote_port": 1}
 }

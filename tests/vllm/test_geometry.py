@@ -15,15 +15,9 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.config.compilation import CompilationMode
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 
 from kvhold.core.config import Config, RulesConfig
@@ -33,89 +27,23 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import packing_name
 from kvhold.integrations.vllm import geometry, shown
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
-from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of, preferred_layout
+from kvhold.integrations.vllm.geometry import Part, preferred_layout
 from kvhold.integrations.vllm.hosts import hosts_of, named_by_hosts, place_of
 from kvhold.integrations.vllm.namespace import namespace_of
-from kvhold.integrations.vllm.naming.walk import _add_draft_model, _rules
 from kvhold.integrations.vllm.shown import backends_not_shown, judge, not_shown
 from kvhold.integrations.vllm.worker import _check_covered
 from kvhold.memory.coding import coded_view
 from kvhold.memory.copier import Ended, HostCopier, Mark, Piece
 from kvhold.memory.views import View, opaque_blocks
 from tests.vllm.scheduling import Options, make_config, make_folder
+from tests.vllm.specs import BLOCKS, full, groups, latent, layer, of_width, sliding, state
 
 pytestmark = pytest.mark.vllm
-
-BLOCKS = 12
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> VllmConfig:
     return make_config(Options(make_folder(tmp_path / "model")), Path("unused"))
-
-
-def full(**changes: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        **({"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32} | changes)
-    )
-
-
-def sliding(window: int = 40, **changes: Any) -> SlidingWindowSpec:
-    fields = {
-        "block_size": 16,
-        "num_kv_heads": 4,
-        "head_size": 32,
-        "dtype": torch.float32,
-        "sliding_window": window,
-    } | changes
-    return SlidingWindowSpec(**fields)
-
-
-def latent() -> MLAAttentionSpec:
-    return MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=96, dtype=torch.float32, max_tp_shards=1
-    )
-
-
-def state(kind: MambaAttentionBackendEnum) -> MambaSpec:
-    return MambaSpec(
-        block_size=64,
-        shapes=((3, 5),),
-        dtypes=(torch.float32,),
-        mamba_cache_mode="align",
-        mamba_type=kind,
-    )
-
-
-def layer(backend: str) -> AttentionLayerBase:
-    class Layer(AttentionLayerBase):
-        def get_attn_backend(self) -> Any:
-            return SimpleNamespace(get_name=lambda: backend)
-
-        def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
-            return None
-
-    return Layer()
-
-
-def groups(*specs: Any, copies: int = 1) -> KVCacheConfig:
-    made = [
-        KVCacheGroupSpec([f"layers.{number}.{i}" for i in range(2)], spec)
-        for number, spec in enumerate(specs)
-    ]
-    return KVCacheConfig(
-        num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=made, kv_tp_replicas=copies
-    )
-
-
-def of_width(
-    config: VllmConfig, width: int, kv: KVCacheConfig, *, stages: int = 1, **settings: Any
-) -> Geometry:
-    config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size = (
-        width,
-        stages,
-    )
-    return geometry_of(config, kv, Config(**settings))
 
 
 @pytest.fixture
@@ -416,64 +344,6 @@ class TestProof:
         for count in (1, 2, 3):
             tensors = [tensor[:count].contiguous() for tensor in self.tensors()]
             prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], HostCopier())
-
-
-class TestDrafters:
-    @pytest.mark.parametrize(
-        ("method", "looks_ahead"), [("ngram", False), ("draft_model", False), ("eagle", True)]
-    )
-    def test_which_look_ahead(self, config: VllmConfig, method: str, looks_ahead: bool) -> None:
-        config.speculative_config = SimpleNamespace(method=method)
-        assert of_width(config, 1, groups(full())).looks_ahead == looks_ahead
-
-    def test_of_those_that_look_ahead_a_hit_may_end_a_block_earlier_so_there_are_no_windows(
-        self, config: VllmConfig
-    ) -> None:
-        config.speculative_config = SimpleNamespace(method="eagle")
-        with pytest.raises(
-            LayoutError, match="speculative decoding by eagle with sliding windows or states"
-        ):
-            of_width(config, 1, groups(sliding(), full()))
-        config.speculative_config = SimpleNamespace(method="draft_model")
-        with pytest.raises(
-            LayoutError, match="a drafter with attention that is not full has not been shown"
-        ):
-            of_width(config, 1, groups(sliding(), full()))
-        of_width(config, 1, groups(sliding(), full()), allow_unproven=True)
-
-    @pytest.mark.parametrize(
-        ("setting", "why"),
-        [
-            ({"use_heterogeneous_vocab": True}, "another vocabulary"),
-            ({"rejection_sample_method": "synthetic"}, "without a check"),
-        ],
-    )
-    def test_drafts_of_which_more_than_their_model_decides_are_refused(
-        self, config: VllmConfig, setting: dict[str, Any], why: str
-    ) -> None:
-        config.speculative_config = SimpleNamespace(method="draft_model", **setting)
-        with pytest.raises(LayoutError, match=why):
-            of_width(config, 1, groups(full()))
-
-    def test_the_draft_models_weights_are_in_the_name(
-        self, config: VllmConfig, tmp_path: Path
-    ) -> None:
-        digests = []
-        for number, weights in enumerate((b"one", b"one", b"other")):
-            draft = make_config(
-                Options(make_folder(tmp_path / str(number), weights=weights)),
-                tmp_path / "node.sock",
-            ).model_config
-            config.speculative_config = SimpleNamespace(
-                method="draft_model", draft_model_config=draft, draft_load_config=None
-            )
-            kv = groups(full())
-            found = of_width(config, 1, kv)
-            facts: dict[str, str] = {}
-            rules = _rules((), per_shard=False)
-            _add_draft_model(config.speculative_config, config.load_config, rules, facts)
-            digests.append((facts["vllm.draft_model_config.weights"], found.looks_ahead))
-        assert digests[0] == digests[1] != digests[2]
 
 
 class TestCoded:

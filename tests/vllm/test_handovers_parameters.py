@@ -11,17 +11,22 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 from kvhold.integrations.vllm import handovers
 from kvhold.integrations.vllm.handovers import HANDED
+from tests.node.nodes import eventually
 from tests.vllm.engines import MakeEngine, engine, node
 from tests.vllm.handing import (
     DECODER,
+    DISAGG,
     HASTY,
     NIXL,
     PREFILLER,
     TAIL,
     TOKENS,
     ask,
+    assert_waits,
     decode,
     engines,
+    has_planned_a_pass,
+    kept,
     patient,
     prefill,
     since,
@@ -67,6 +72,8 @@ WRONG = {
     "a decoder that is text": {"remote_decoder": "203.0.113.1"},
     "both parts": NIXL | {"do_remote_prefill": True},
     "both parts of p2p": DECODER | PREFILLER,
+    "both parts of LMCache": DISAGG | {"do_remote_prefill": True},
+    "a specification that is a list": {"disagg_spec": ["203.0.113.1", 1]},
     "handed: a number": {"do_remote_prefill": True, HANDED: 7},
     "handed: a list": {"do_remote_prefill": True, HANDED: list(range(10_000))},
     "handed: empty": {"do_remote_prefill": True, HANDED: {}},
@@ -101,6 +108,8 @@ UNKNOWN = {
     "no hosts": {"remote_prefiller": {}},
     "strange hosts": {"remote_prefiller": {"remote_host": ["a"], "remote_port": -1}},
     "another protocol": {"remote_kv_source": {"remote_host": "203.0.113.1", "remote_port": 9}},
+    "LMCache's receiver": DISAGG,
+    "a strange receiver": {"disagg_spec": {"receiver_host": 7, "receiver_init_port": "a"}},
     "nothing": {},
 }
 
@@ -179,3 +188,21 @@ def test_parameters_outlive_what_they_name(engines: tuple[Engine, Engine]) -> No
     handed = prefill(one, prompt)
     one.hands.client.clear()
     assert decode(two, prompt, handed) == TOKENS
+
+
+def test_the_specification_of_lmcache_names_a_prefill(
+    engines: tuple[Engine, Engine], node: NodeProcess
+) -> None:
+    """The KV is awaited while it is computed, and kept until it is read."""
+    one, two = engines
+    before, prompt = waits(node), make_prompt("lmcache", TOKENS)
+    ask(one, "p", prompt, DISAGG)
+    eventually(lambda: has_planned_a_pass(one))
+    ask(two, "d", prompt, PREFILLER, max_tokens=4)
+    assert_waits(two, "d")
+    one.run()
+    assert kept(node) == TOKENS // 64 + 1
+    two.run()
+    assert two.tokens_computed["d"] == TAIL + 3
+    assert since(node, before) == {"stored": 1}
+    assert "p" not in one.handed

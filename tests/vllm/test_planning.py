@@ -116,10 +116,17 @@ def test_an_engine_for_which_loads_are_dearer_computes_and_answers_the_same(
 def test_off_by_one_setting_and_by_a_request(engine: MakeEngine, node: NodeProcess) -> None:
     prompt = make_prompt("off", 500)
     ask(engine(token_s=0.1), "first", prompt)
-    before = len(explained(node))
+    planned = [told.request for told in explained(node) if told.alternatives]
     off = engine(token_s=1e-7, settings={"rules": {"plan": False}})
     on = engine(token_s=1e-7)
-    rules = {"sampling": {"extra_args": {"kv_transfer_params": {"kvhold": {"plan": False}}}}}
+    asked = {"kvhold": {"plan": False, "session_id": "chat"}}
+    rules = {"sampling": {"extra_args": {"kv_transfer_params": asked}}}
     for number in range(5):
         assert ask(off, f"off-{number}", prompt) == ask(on, f"asked-{number}", prompt, **rules) == 4
-    assert len(explained(node)) == before
+    told = explained(node)
+    assert [one.request for one in told if one.alternatives] == planned
+    assert {one.session for one in told if one.request.startswith("asked-")} == {"chat"}
+    [first] = eventually(lambda: [d for d in explained(node, "off-0") if d.compute_s is not None])
+    assert (first.num_tokens, first.hit_tokens, first.found) == (500, 496, {"ram": 496})
+    assert first.load_s is not None and first.session == ""
+    assert first.compute_s == pytest.approx(0.001, rel=0.1)

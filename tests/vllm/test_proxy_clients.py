@@ -253,7 +253,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
         alone = stack.enter_context(ProxyProcess([], [first], KVHOLD_PROXY_CHAT="true"))
         pairs = {}
         for protocol, engine in (("shared", first), ("nixl", first), ("p2p", f"{first}?p2p=h:9")):
-            process = ProxyProcess([engine], [second], KVHOLD_PROXY_PROTOCOL=protocol)
+            settings = {"KVHOLD_PROXY_PROTOCOL": protocol, "KVHOLD_PROXY_SKIP_ANSWERED_S": "0"}
+            process = ProxyProcess([engine], [second], **settings)
             pairs[protocol] = Clients(stack.enter_context(process).url)
         yield Set(servers, Clients(alone.url), pairs, f"{alone.url}/chat")
 

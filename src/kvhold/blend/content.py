@@ -1,4 +1,4 @@
-"""Blocks (one chunk of tokens each) that recur at any offset, without marks.
+"""Blocks of one chunk that recur at any offset, without marks.
 
     for block in blocks(prompt, span):       # each stored as a prompt
         fingerprints.add(block)
@@ -89,7 +89,6 @@ class Fingerprints:
 
 
 def _hash_at(prompt: Prompt, start: int, size: int) -> bytes:
-    """Empty: it cuts an insert."""
     try:
         return span_prompt(prompt, Span(start, start + size)).chain
     except ValueError:

@@ -1,4 +1,4 @@
-"""Spans: runs of a prompt's tokens that are reused wherever they stand.
+"""Spans: runs of tokens that are reused wherever they stand.
 
     spans = split(tokens, separator)                     # or of_ranges([(0, 512)], len(tokens))
     with cache.spans([span_prompt(prompt, span).query() for span in spans]) as held: ...

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import islice
 
 from kvhold.cache.chores import Turns
@@ -10,6 +11,7 @@ from kvhold.cache.planner import Planner
 from kvhold.cache.transfer.search import Search
 from kvhold.cache.transfer.searches import sources_turns
 from kvhold.core.api import Found
+from kvhold.core.keys import is_span
 from kvhold.core.reasons import (
     BEING_COMPUTED,
     BEING_WRITTEN,
@@ -65,7 +67,10 @@ class Answers:
             if len(search.sources)
             else None
         )
-        return self.answer(number, search.owner, search.here, prefix.extent, search, sources)
+        answer = self.answer(number, search.owner, search.here, prefix.extent, search, sources)
+        if answer.ticket and is_span(search.query.namespace):
+            return replace(answer, loaded=search.origins.loaded())
+        return answer
 
     def _reason(
         self, owner: Owner, presence: Presence[Entry], extent: Extent, search: Search | None

@@ -1,8 +1,8 @@
 """The chunks that engines compute, and the lookups that wait for them. No I/O.
 
 An announcement names the whole chunks after a hit. It ends when they are stored, its owner
-withdraws it or leaves, or it is late and another engine announces them. A chunk is stored when
-memory has it for every shard and group with full attention.
+withdraws it or leaves, or it is late and another engine announces them. A chunk is stored
+when memory has it for every shard and full-attention group.
 """
 
 from collections.abc import Callable, Hashable
@@ -49,8 +49,6 @@ class WaitEnd(StrEnum):
 @dataclass(eq=False)
 class Announcement:
     """chunks:       names, not stored yet, in the prompt's order
-    start_tokens: tokens that the engine has, or loads
-    done_tokens:  the end of the stored chunks
     progress_s:   time of the last stored chunk, or of the announcement
     tails:        names, which come with the preceding chunk
     is_withdrawn: only chunks being written are left
@@ -91,7 +89,6 @@ class Wait:
     end_tokens: end of the last
     hit_end:    end of the hit with these, and perhaps a tail
     longest_s:  of a handover; None: it lasts while it is faster than computing
-    is_broken:  one is no longer announced
     """
 
     announcement: Announcement
@@ -457,7 +454,7 @@ def _known(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
 
 
 def _speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
-    """The other engine's own speeds count, unless the two differ by more than their errors."""
+    """The other engine's own speeds count, unless the two differ much."""
     alike = _with_speed(cost, other)
     if not cost.is_known or not other.is_known:
         return alike if other.is_known else cost

@@ -6,7 +6,7 @@ from secrets import randbits
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 500  # events per batch; a batch takes a millisecond
+MOST = 500  # per batch
 
 
 class EventLog:

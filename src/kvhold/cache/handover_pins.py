@@ -1,8 +1,8 @@
 """Keeps the chunks of handed-over prompts in memory until another engine reads them. No I/O.
 
 That ends with the other engine's lookup, its host's read of the last whole chunk, `keep_s` after
-the last store, a clear, or the owner. The first chunks are kept, up to a quarter of memory and of a
-namespace's quota.
+the last store, a clear, or the owner. The first chunks are kept, up to a quarter of memory and
+quota.
 """
 
 from collections.abc import Callable, Hashable
@@ -41,7 +41,6 @@ class HandoverEnd(StrEnum):
 class _Prompt:
     """last:   name of the last whole chunk
     unsent: its keys that another host needs, and has not read
-    due_s:  its deadline
     names:  of its kept chunks
     """
 
@@ -138,7 +137,7 @@ class HandoverPins:
         self._kept.removed(entry)
 
     def read(self, query: Query) -> None:
-        """End the longest prompt that the query begins with; of several alike, the oldest."""
+        """End the longest prompt that the query begins with; of equal ones, the oldest."""
         if not self._by_last:
             return
         names = [name for _, name in islice(chunk_names(query), _MOST_KEYS)]

@@ -1,6 +1,6 @@
 """Keeps chunks in memory by their names, also chunks that are not stored yet. No I/O.
 
-The bytes of all kept names count against a share of memory, and of a namespace's quota.
+Their bytes count against a share of memory, and of a namespace's quota.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,10 +26,9 @@ class KeptChunks(Generic[Keeper]):
         self._pins = pins
         self._max_bytes = max_bytes
         self._keepers: dict[bytes, dict[Keeper, None]] = {}
-        # by name and key
         self._entries: dict[bytes, dict[bytes, Entry]] = {}
-        self._bytes: dict[bytes, int] = {}  # by name, for all its keys
-        self._bytes_by: dict[bytes, int] = {}  # by namespace
+        self._bytes: dict[bytes, int] = {}
+        self._bytes_by: dict[bytes, int] = {}
         self._all_bytes = 0
 
     def __contains__(self, name: bytes) -> bool:

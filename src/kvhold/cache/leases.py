@@ -58,7 +58,7 @@ class Held:
 @dataclass
 class _Ticket:
     """shards:   `{shard: [group][chunk]}`
-    claiming: number of claims in progress, which need the pins
+    claiming: claims in progress, which need the pins
     dropped:  released; the last claim unpins the entries
     """
 
@@ -129,6 +129,10 @@ class Leases:
         )
         self._tickets[hit.ticket] = _Ticket(owner, counts, shards, pinned, hit)
         self._of(owner).tickets.add(hit.ticket)
+
+    def pinned_by(self, ticket: int) -> list[Entry]:
+        held = self._tickets.get(ticket)
+        return list(held.pinned) if held is not None else []
 
     def found(self, ticket: int) -> Found | None:
         held = self._tickets.get(ticket)

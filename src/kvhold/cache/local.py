@@ -1,4 +1,4 @@
-"""A cache in this process: the state machine under a lock, with an arena of its own.
+"""A cache in this process: the state machine under a lock.
 
 with open_cache(ram_bytes="2GiB", tiers=["disk:///var/cache/kvhold"]) as cache: ...
 """
@@ -39,9 +39,9 @@ from kvhold.core.held_spans import HeldSpans
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, ComputeIntent, Decision
+from kvhold.core.planning import BlendReport, ComputeCost, ComputeIntent, Decision, RequestInfo
 from kvhold.core.rules import store_options_of
-from kvhold.core.status import CacheStatus, TiersStatus
+from kvhold.core.status import MEMORY, CacheStatus, TiersStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.tiers.policies import Policy
@@ -103,13 +103,20 @@ class LocalCache(WholePrompts):
         have_tokens: int = 0,
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
+        info: RequestInfo | None = None,
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
         with self._lock:
             self._check_open()
             found = self._state.lookup(
-                self._owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent
+                self._owner,
+                query,
+                cost,
+                have_tokens=have_tokens,
+                uses=uses,
+                intent=intent,
+                info=info,
             )
             self._move()
             if found.arriving and wait_s != 0:
@@ -148,6 +155,11 @@ class LocalCache(WholePrompts):
         with self._lock:
             self._check_open()
             self._state.planner.report_timing(request, load_s=load_s, compute_s=compute_s)
+
+    def report_blend(self, report: BlendReport, *, deadline_s: float | None = None) -> None:
+        with self._lock:
+            self._check_open()
+            self._state.planner.report_blend(report)
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
         with self._lock:
@@ -228,10 +240,16 @@ class LocalCache(WholePrompts):
             layout=layout,
         )
 
-    def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
+    def clear(
+        self,
+        namespace: bytes | None = None,
+        *,
+        tier: str = "",
+        deadline_s: float | None = None,
+    ) -> int:
         with self._lock:
             self._check_open()
-            removed = self._state.clear(namespace)
+            removed = self._state.clear(namespace, tier=tier)
             self._move()
         self._finish_chores()
         self.flush(0, deadline_s=deadline_s)
@@ -280,11 +298,19 @@ class LocalCache(WholePrompts):
         )
 
     def copy(
-        self, tier: str, query: Query, *, drop: bool = False, deadline_s: float | None = None
+        self,
+        tier: str,
+        query: Query | None,
+        *,
+        drop: bool = False,
+        source: str = MEMORY,
+        namespace: bytes = b"",
+        deadline_s: float | None = None,
     ) -> Copying:
         with self._lock:
             self._check_open()
-            number = self._state.copy(self._owner, CopyRequest(tier, query, drop))
+            request = CopyRequest(tier, query, drop, source, namespace)
+            number = self._state.copy(self._owner, request)
             self._move()
         self._finish_chores()
         return Copying(
@@ -404,7 +430,7 @@ class LocalCache(WholePrompts):
     def _poll_copy(self, number: int) -> CopyProgress:
         with self._lock:
             self._check_open()
-            return self._state.copies.find(self._owner, number) or CopyProgress(
+            return self._state.moves.find(self._owner, number) or CopyProgress(
                 done=True, stopped="closed"
             )
 

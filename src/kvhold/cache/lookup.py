@@ -8,13 +8,12 @@
 Between two steps, a lookup may be released or cleared. No I/O.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, unless_short
 from kvhold.cache.computing import AnyWait, Computing, Wait, WaitEnd
-from kvhold.cache.counts import count_lookup
 from kvhold.cache.handover_pins import HandoverPins
 from kvhold.cache.index.hits import needed_chunks
 from kvhold.cache.index.missing import ExpectedChunk
@@ -24,20 +23,18 @@ from kvhold.cache.leases import ClaimAnswer, Leases, Owner
 from kvhold.cache.peer_waits import PeerWaits
 from kvhold.cache.planner import Planner
 from kvhold.cache.query_limits import check_query
+from kvhold.cache.transfer.commands import ProbeCommand
 from kvhold.cache.transfer.search import Search
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.use_queue import UseQueue
-from kvhold.cache.values import ChunkValues, ValueRun
+from kvhold.cache.usage import LookupUsage
+from kvhold.cache.values import ChunkValues, split_runs
 from kvhold.core.api import Found, Uses
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
-from kvhold.core.metrics import Metrics
-from kvhold.core.planning import ComputeCost, ComputeIntent
-from kvhold.core.reasons import (
-    CLEARED,
-    SLOWER,
-)
+from kvhold.core.planning import ComputeCost, ComputeIntent, RequestInfo
+from kvhold.core.reasons import CLEARED, SLOWER
 from kvhold.core.tracing import TraceContext
 from kvhold.tiers.ram import Entry, RamTier
 
@@ -60,6 +57,8 @@ class _Asked:
     uses: Uses
     intent: ComputeIntent | None
     trace: TraceContext
+    probes: list[ProbeCommand] | None
+    info: RequestInfo | None
 
     def search(self, wait: AnyWait | None = None) -> Search:
         return Search(
@@ -72,14 +71,15 @@ class _Asked:
             intent=self.intent,
             wait=wait,
             trace=self.trace,
+            probes=self.probes,
+            uses=self.uses,
+            info=self.info,
         )
 
 
 @dataclass(frozen=True)
 class _Looked:
-    """num_clears: of memory, before the lookup
-    missing:    the first missing chunk, if it is expected back
-    """
+    """missing:    the first missing chunk, if it is expected back"""
 
     number: int
     asked: _Asked
@@ -97,7 +97,7 @@ class Lookups:
     def __init__(
         self,
         ram: RamTier,
-        metrics: Metrics,
+        usage: LookupUsage,
         chores: Chores,
         pins: Pins,
         leases: Leases,
@@ -116,7 +116,7 @@ class Lookups:
     ) -> None:
         """find_layout: by fingerprint; raises LayoutError."""
         self._ram = ram
-        self._metrics = metrics
+        self._usage = usage
         self._chores = chores
         self._pins = pins
         self._leases = leases
@@ -132,6 +132,8 @@ class Lookups:
         self._has_tiers = has_tiers
         self._find_layout = find_layout
         self._has_news = False
+        # called when a search has ended
+        self.when_over: Callable[[int], None] = lambda _: None
 
     def lookup_turns(
         self,
@@ -143,11 +145,15 @@ class Lookups:
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
         trace: TraceContext = "",
+        probes: list[ProbeCommand] | None = None,
+        info: RequestInfo | None = None,
     ) -> Turns[Found]:
         layout = self._find_layout(query.layout)
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
-        asked = _Asked(owner, query, layout, num_keys, cost, have_tokens, uses, intent, trace)
+        asked = _Asked(
+            owner, query, layout, num_keys, cost, have_tokens, uses, intent, trace, probes, info
+        )
         if intent is not None:
             begin = self._handovers.begin_turns(owner, query, layout, intent)
             yield from unless_short(num_keys, begin)
@@ -222,6 +228,7 @@ class Lookups:
         if self._searches[number].owner is None:
             self._let_go(self._searches.take(number))
         self._has_news = True
+        self.when_over(number)
 
     def _look_up(self, asked: _Asked) -> Turns[Found]:
         """A short lookup is one step until its chunks are pinned."""
@@ -335,12 +342,12 @@ class Lookups:
                 (False, first, recorded),
                 (True, max(first, recorded), len(row)),
             ):
-                for run in _steps(runs, begin, end, _MOST_USED):
+                for run in split_runs(runs, begin, end, _MOST_USED):
                     here = [entry.key for entry in row[run.first : run.last] if entry is not None]
                     policy.used(here, lookup, run.value, is_repeat=is_repeat)
                     yield _USED_UNITS * len(here)
             recorded = min(recorded, first)
-        for run in _steps(runs, extent.whole, len(keys), _MOST_NOTED):
+        for run in split_runs(runs, extent.whole, len(keys), _MOST_NOTED):
             policy.missed(keys[run.first : run.last], lookup, run.value, if_known=uses == "known")
             yield _MOST_NOTED
         if runs:
@@ -361,7 +368,7 @@ class Lookups:
             answer = self._if_worth_loading(number, answer, asked, asked.cost, declined)
             gap = looked.presence.gap(looked.extent)
             self._planner.missed(number, self._answers.describe(answer.reason, gap, looked.missing))
-        count_lookup(self._metrics, answer, looked.presence.asked_tokens)
+        self._usage.count(number, asked, answer, looked.presence.asked_tokens)
         return answer
 
     def _if_worth_loading(
@@ -403,9 +410,8 @@ class Lookups:
         held: list[Entry] = []
         try:
             if prefix is None:
-                prefix = yield from Presence(
-                    query, layout, self._pins.finder(num_keys, held)
-                ).take_turns()
+                presence = Presence(query, layout, self._pins.finder(num_keys, held))
+                prefix = yield from presence.take_turns()
             search = Search(None, query, layout, num_keys, sample=sample)
             yield from self._searches.begin_turns(number, search, prefix)
             has_begun = clears == self._ram.num_clears
@@ -422,7 +428,6 @@ class Lookups:
         )
 
     def _refresh(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
-        """What ends between two steps is not answered as running: its news came before."""
         while self._is_arriving(ticket):
             search = self._searches[ticket]
             if search.settling:
@@ -536,18 +541,15 @@ class Lookups:
             if self._searches.get(number) is not search:
                 self._pins.unpin(pinned)
                 return Found(0, 0)
+            waited_s, loaded = self._waited_s(search), search.origins.loaded()
             if search.cost is not None or search.intent is not None:
-                self._planner.settled(
-                    number,
-                    answer.num_tokens,
-                    waited_s=self._waited_s(search),
-                    loaded=search.origins.loaded(),
-                )
+                self._planner.settled(number, answer.num_tokens, waited_s=waited_s, loaded=loaded)
                 gap = self._answers.gap_anywhere(search.here, prefix.extent, search)
                 self._planner.missed(
                     number, self._answers.describe(answer.reason, gap, search.missing)
                 )
-            count_lookup(self._metrics, answer, search.here.asked_tokens)
+            asked = search.here.asked_tokens
+            self._usage.count(number, search, answer, asked, waited_s=waited_s, loaded=loaded)
             answer = replace(answer, announcement=number if search.is_announced else 0)
             self._searches.take(number)
             self._leases.withdraw(search.owner, number)
@@ -568,14 +570,11 @@ class Lookups:
 
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
         try:
-            prefix = yield from Presence(
-                search.query, search.layout, search.pinned.get
-            ).take_turns()
-            count_lookup(
-                self._metrics,
-                (yield from self._answers.answer_turns(number, search, prefix)),
-                search.here.asked_tokens,
-            )
+            presence = Presence(search.query, search.layout, search.pinned.get)
+            prefix = yield from presence.take_turns()
+            answer = yield from self._answers.answer_turns(number, search, prefix)
+            waited_s = self._waited_s(search)
+            self._usage.count(number, search, answer, search.here.asked_tokens, waited_s=waited_s)
             yield from prefix.empty_turns()
         finally:
             self._let_go(search)
@@ -590,10 +589,3 @@ class Lookups:
         for sources in search.sources.emptied():
             yield len(sources) // 4
         yield from emptied_dicts(search.places, search.faults, search.unknown)
-
-
-def _steps(runs: Iterable[ValueRun], first: int, last: int, most: int) -> Iterator[ValueRun]:
-    for run in runs:
-        end = min(run.last, last)
-        for begin in range(max(run.first, first), end, most):
-            yield ValueRun(begin, min(begin + most, end), run.value)

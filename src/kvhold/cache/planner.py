@@ -4,14 +4,17 @@ Tiers' costs are measured (`transfer/speeds.py`). No I/O.
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from kvhold.cache.compute_speeds import ComputeSpeeds
+from kvhold.cache.counts import count_blend
 from kvhold.cache.index.hits import needed_chunks
 from kvhold.cache.index.presence import Extent
 from kvhold.cache.transfer.speeds import TierSpeed
@@ -21,6 +24,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import (
     Alternative,
+    BlendReport,
     ComputeCost,
     Decision,
     LoadedChunks,
@@ -31,7 +35,9 @@ from kvhold.core.planning import (
 )
 
 _REMEMBERED = 512
+_SAMPLE_S = 10.0
 _SHOWN = 20
+_MOST_SPANS = 32
 _SURELY = 1.05  # required gain to end a wait early
 _LATE = 1.5  # a probe is late when it takes this many times its estimate
 _TRY_S = 30.0  # between samples of a slow tier
@@ -41,7 +47,6 @@ IN_RAM = -1
 @dataclass(frozen=True)
 class ChunkPlaces:
     """here:    the hit in memory alone
-    extent:  the hit in memory and tiers
     nbytes:  `[chunk]`, over all groups and shards
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
     sources: `{"ram" or a tier's name: tokens}`
@@ -57,8 +62,7 @@ class ChunkPlaces:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """chunks:     number to request now
-    wait_s:     until all planned chunks have arrived
+    """wait_s:     until all planned chunks have arrived
     more_bytes: `{tier: bytes}` to request later
     """
 
@@ -84,11 +88,15 @@ class Planner:
     ) -> None:
         self.clock = clock
         self.speeds = [TierSpeed() for _ in range(num_tiers)]
+        self._shown_costs: dict[int, tuple[float, float]] = {}
         self._metrics = metrics
         self._names = names
         self._probes = Estimate(1)
         self._decisions: OrderedDict[int, Decision] = OrderedDict()
+        self._earlier: deque[Decision] = deque(maxlen=_REMEMBERED)
+        self.compute_speeds = ComputeSpeeds()
         self._tried_s = -np.inf
+        self._blends = count(1)
 
     @property
     def names(self) -> Sequence[str]:
@@ -102,7 +110,7 @@ class Planner:
         return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
-        """False: a probe cannot pay, even if one tier has all missing chunks."""
+        """False: a probe cannot pay."""
         if not cost.is_known or not all(speed.is_known for speed in self.speeds):
             return True
         options = self._options_here(cost, query, layout, here.num_tokens)
@@ -182,10 +190,12 @@ class Planner:
     def ended(self, tier: int, nbytes: int, *, ok: bool) -> None:
         speed = self.speeds[tier]
         speed.ended(nbytes, self.clock(), ok=ok)
-        if speed.costs is not None:
+        costs = speed.costs
+        if costs is not None and costs != self._shown_costs.get(tier):
+            self._shown_costs[tier] = costs
             name = self.names[tier]
-            self._metrics.set("kvhold_tier_call_seconds", speed.costs[0], tier=name)
-            self._metrics.set("kvhold_tier_gib_seconds", speed.costs[1] * (1 << 30), tier=name)
+            self._metrics.set("kvhold_tier_call_seconds", costs[0], tier=name)
+            self._metrics.set("kvhold_tier_gib_seconds", costs[1] * (1 << 30), tier=name)
 
     def is_too_slow(
         self,
@@ -302,6 +312,19 @@ class Planner:
             f"first token takes {_shown(shown['chosen'].total_s)}, without them {alone}",
         )
 
+    def finished(self, number: int, story: Decision) -> None:
+        if number not in self._decisions:
+            self._remember(number, story)
+            return
+        self._change(
+            number,
+            client=story.client,
+            tenant=story.tenant,
+            session=story.session,
+            namespace=story.namespace,
+            reason=story.reason,
+        )
+
     def settled(
         self,
         number: int,
@@ -319,12 +342,49 @@ class Planner:
         for number, decision in reversed(self._decisions.items()):
             if decision.request == request:
                 self._change(number, load_s=load_s, compute_s=compute_s)
+                if compute_s is not None:
+                    present = max(decision.hit_tokens or 0, decision.computed_tokens)
+                    self.compute_speeds.measured(
+                        decision.namespace, decision.num_tokens - present, compute_s
+                    )
                 return
 
-    def explain(self, request: str) -> list[Decision]:
-        """Newest first. request: part of a name; empty: all"""
-        decisions = list(reversed(self._decisions.values()))
-        exact = [decision for decision in decisions if decision.request == request]
+    def report_blend(self, report: BlendReport) -> None:
+        count_blend(self._metrics, report)
+        report = replace(report, spans=report.spans[:_MOST_SPANS])
+        for number, decision in reversed(self._decisions.items()):
+            if report.request and decision.request == report.request:
+                self._change(number, blend=report)
+                return
+        found: dict[str, int] = {}
+        for span in report.spans:
+            for place, num_tokens in span.sources.items():
+                found[place] = found.get(place, 0) + num_tokens
+        hit_tokens = report.exact_tokens + report.reused_tokens
+        self._remember(
+            -next(self._blends),
+            Decision(
+                report.request,
+                time.time(),
+                report.num_tokens,
+                0,
+                found,
+                {},
+                hit_tokens,
+                _why_blended(report),
+                hit_tokens=hit_tokens,
+                blend=report,
+            ),
+        )
+
+    def explain(self, request: str, tenant: str = "") -> list[Decision]:
+        """Newest first. request: part of a name. tenant: only its own. Empty: all"""
+        decisions = [
+            decision
+            for decision in chain(reversed(self._decisions.values()), reversed(self._earlier))
+            if not tenant or decision.tenant == tenant
+        ]
+        exact = [decision for decision in decisions if request and decision.request == request]
         return (exact or [decision for decision in decisions if request in decision.request])[
             :_SHOWN
         ]
@@ -346,7 +406,7 @@ class Planner:
         before = self._decisions.pop(number, None)
         if before is None and is_counted:
             self._metrics.add("kvhold_plans", choice=choice)
-        self._decisions[number] = Decision(
+        decision = Decision(
             request=cost.request,
             at_s=before.at_s if before is not None else time.time(),
             num_tokens=cost.num_tokens,
@@ -356,8 +416,14 @@ class Planner:
             chosen_tokens=alternatives["chosen"].num_tokens,
             why=_why(cost, alternatives, choice),
         )
+        self._remember(number, decision)
+
+    def _remember(self, number: int, decision: Decision) -> None:
+        self._decisions[number] = decision
         while len(self._decisions) > _REMEMBERED:
-            self._decisions.popitem(last=False)
+            _, oldest = self._decisions.popitem(last=False)
+            if not self._earlier or oldest.at_s - self._earlier[-1].at_s >= _SAMPLE_S:
+                self._earlier.append(oldest)
 
     def _change(self, number: int, **changes: Any) -> None:
         if number in self._decisions:
@@ -447,6 +513,19 @@ def _why(cost: ComputeCost, alternatives: Mapping[str, Alternative], choice: str
             return f"loading a part takes {loaded}, all of it {everything}, computing it {computed}"
         case _:
             return f"computing it takes {computed}, loading all of it {everything}"
+
+
+def _why_blended(report: BlendReport) -> str:
+    if report.result == "refused":
+        return report.note
+    if report.result == "canary":
+        return f"a canary, computed in full: {report.note}"
+    num_alone = sum(span.is_alone for span in report.spans)
+    alone = f", {num_alone} of {len(report.spans)} spans were computed alone" if num_alone else ""
+    return (
+        f"blended by {report.selector}: {report.exact_tokens} exact, {report.reused_tokens} "
+        f"reused, {report.recomputed_tokens} recomputed{alone}"
+    )
 
 
 def _shown(seconds: float) -> str:

@@ -16,14 +16,14 @@ from kvhold.core.keys import NAME_BYTES, Query, place_suffix
 from kvhold.core.layout import Layout
 from kvhold.tiers.ram import RamTier
 
-MOST_CHUNKS = 1 << 15  # in one clear
-_REMOVE_UNITS = 8  # per key
+MOST_CHUNKS = 1 << 15
+_REMOVE_UNITS = 8
 _STEP_KEYS = 16
 
 
 @dataclass(frozen=True)
 class PromptClear:
-    """only_end: keep the part that another prompt in memory continues"""
+    """only_end: keep the part that other prompts in memory continue"""
 
     query: Query
     only_end: bool = False

@@ -3,10 +3,10 @@ from itertools import pairwise
 
 from kvhold.cache.reservations import MAX_SHARDS
 from kvhold.core.errors import ConfigError, ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query, allows_loss
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query, is_span
 from kvhold.core.layout import Layout
+from kvhold.core.planning import MOST_SPANS as MOST_SPANS
 
-MOST_SPANS = 256  # per request
 _MOST_KEYS = 1 << 20  # per query: 100 MB of keys
 _MOST_ROWS = 1 << 12  # groups times shards, which some steps visit
 
@@ -22,7 +22,7 @@ def check_span_queries(queries: Sequence[Query], find_layout: Callable[[bytes], 
             "or shorter spans"
         )
     for number, query in enumerate(queries):
-        if not allows_loss(query.namespace):
+        if not is_span(query.namespace):
             raise ConfigError(
                 f"spans[{number}] has the namespace of exact prompts; use Namespace.of_spans"
             )

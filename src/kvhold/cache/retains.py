@@ -1,7 +1,7 @@
 """Keeps the chunks of prompts, also those stored later, in memory until a deadline or a release.
 
 Its owner's end, or a clear, ends a retain. The first chunks are kept, up to `hints.max_bytes`, and
-a quarter of a namespace's quota. No I/O.
+a quarter of the quota. No I/O.
 """
 
 from collections.abc import Callable, Hashable
@@ -32,9 +32,7 @@ class RetainEnd(StrEnum):
 
 @dataclass(eq=False)
 class _Retain:
-    """names:  of its chunks and its tail, as far as they are kept
-    due_s:  its deadline
-    """
+    """names:  of its chunks and its tail, as far as they are kept"""
 
     owner: Hashable
     number: int

@@ -14,10 +14,12 @@ from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn, unless_short
 from kvhold.cache.clear_times import ClearTimes
 from kvhold.cache.computing import Computing
+from kvhold.cache.counts import LookupCounts
 from kvhold.cache.demotions import Demotions
 from kvhold.cache.handover_pins import HandoverPins
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
+from kvhold.cache.index.namespace_tags import NamespaceTags
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.leases import ClaimAnswer, Held, Leases, Owner
 from kvhold.cache.lookup import Lookups
@@ -27,12 +29,17 @@ from kvhold.cache.prompt_clears import PromptClear, PromptClears
 from kvhold.cache.query_limits import check_query, check_span_queries
 from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.retains import Retains
-from kvhold.cache.transfer.commands import ClearCommand, Command
+from kvhold.cache.span_lookups import lookups_of_spans
+from kvhold.cache.transfer.commands import ClearCommand, Command, KeepTagsCommand
 from kvhold.cache.transfer.copies import CopyRequest, PromptCopies
+from kvhold.cache.transfer.moves import Moves
+from kvhold.cache.transfer.probes import append
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
+from kvhold.cache.transfer.tier_clears import TierClears
 from kvhold.cache.transfer.use_queue import UseQueue
 from kvhold.cache.transfer.write_queue import WriteQueue
+from kvhold.cache.usage import LookupUsage
 from kvhold.cache.values import ChunkValues
 from kvhold.core.api import (
     DemoteAnswer,
@@ -44,22 +51,21 @@ from kvhold.core.api import (
 )
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
-from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
+from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query, spans_of
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.planning import ComputeCost, ComputeIntent, RequestInfo
 from kvhold.core.reasons import PASSING, TIER_DOWN, Reason
 from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.core.tracing import TraceContext
 from kvhold.memory.arena import Arena
 from kvhold.tiers.base import Origin
+from kvhold.tiers.bytes_by_age import BytesByAge
 from kvhold.tiers.memory_limits import MemoryLimits
 from kvhold.tiers.policies import Policy, make_policy
 from kvhold.tiers.ram import ADMITTED, Entry, RamTier
 from kvhold.tiers.stack import TierPlace
-
-_SPAN_UNITS = 50  # per span, beside its lookup
 
 
 def new_state(
@@ -124,16 +130,20 @@ class CacheState:
         self._commands: list[Command] = []
         self._clears = 0
         self._clear_times = ClearTimes()
-        self.when_cleared: Callable[[bytes, float | None], None] | None = None
+        self.when_cleared: Callable[[bytes, float | None], None] = lambda prefix, asked_s: None
         """Called when a clear has ended in memory and in the tiers, with `ClearCommand.asked_s`."""
         self._chores = Chores()
         self._evictions = EvictionHistory(clock=clock)
         self._changes = Changes(metrics, self._evictions, event_buffer)
+        self.held = BytesByAge(ram.now)
         ram.watch = self._note_change
 
         give_command, pins = self._give_command, Pins(ram, self._chores)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self.reencodings = Reencodings(give_command)
+        self._counts = LookupCounts(metrics, self.reencodings.tenant_of, clock)
+        self.usage = LookupUsage(ram, self._counts, self.planner)
+        self.tags = NamespaceTags()
         self.copies = PromptCopies(
             ram, give_command, run=self._chores.run, tenant_of=self.reencodings.tenant_of
         )
@@ -168,13 +178,16 @@ class CacheState:
         self.prompt_clears = PromptClears(
             ram, self._searches, give_command, has_tiers=self._has_tiers
         )
+        self.tier_clears = TierClears(give_command, self._clear_memory)
         peer_waits = PeerWaits(metrics, lambda: self.planner.clock(), has_peers=has_peers)
         self._lookups = self._make_lookups(pins, peer_waits, policy_for)
+        self.moves = Moves(self.copies, give_command, self, begin=self._chores.add)
+        self._lookups.when_over = self.moves.arrived
 
     def _make_lookups(self, pins: Pins, peer_waits: PeerWaits, policy_for: str) -> Lookups:
         return Lookups(
             self.ram,
-            self.metrics,
+            self.usage,
             self._chores,
             pins,
             self._leases,
@@ -184,11 +197,7 @@ class CacheState:
             peer_waits,
             self._handovers,
             Answers(
-                self.ram,
-                self.planner,
-                self._computing,
-                self._evictions,
-                has_tiers=self._has_tiers,
+                self.ram, self.planner, self._computing, self._evictions, has_tiers=self._has_tiers
             ),
             ChunkValues(policy_for, self.planner.speeds),
             self.uses,
@@ -203,6 +212,7 @@ class CacheState:
         self._layouts[layout.fingerprint] = layout
         if len(namespace) == NAMESPACE_BYTES and store_options is not None:
             self.reencodings.learn(namespace, layout, store_options)
+            self.tags.learn(namespace, store_options.tags)
 
     def layout(self, fingerprint: bytes) -> Layout:
         layout = self._layouts.get(fingerprint)
@@ -222,24 +232,24 @@ class CacheState:
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
         trace: TraceContext = "",
+        info: RequestInfo | None = None,
     ) -> Turns[Found]:
+        self.tags.meet(query)
         return self._lookups.lookup_turns(
-            owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent, trace=trace
+            owner,
+            query,
+            cost,
+            have_tokens=have_tokens,
+            uses=uses,
+            intent=intent,
+            trace=trace,
+            info=info,
         )
 
     def spans_turns(self, owner: Owner, queries: Sequence[Query]) -> Turns[list[Found]]:
         """Each with a ticket of its own. Raises ConfigError, LayoutError, ProtocolError."""
         check_span_queries(queries, self.layout)
-        found: list[Found] = []
-        try:
-            for query in queries:
-                found.append((yield from self.lookup_turns(owner, query)))
-                yield _SPAN_UNITS
-        except BaseException:  # the client may disconnect between steps
-            for one in found:
-                self.release(owner, one.ticket)
-            raise
-        return found
+        return lookups_of_spans(self._lookups, owner, queries, self._give_command, self.release)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
         return self._lookups.refresh_turns(ticket, settle=settle)
@@ -250,6 +260,7 @@ class CacheState:
         return self._lookups.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving)
 
     def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
+        self.tags.meet(query)
         return self._lookups.prefetch_turns(owner, query)
 
     def retain_turns(self, owner: Owner, query: Query, ttl_s: float) -> Turns[RetainAnswer]:
@@ -276,15 +287,18 @@ class CacheState:
             self._computing.withdraw(owner, number)
         if self.reencodings.find(owner, number) is not None:
             self.reencodings.drop(number)
-        elif self.copies.find(owner, number) is not None:
-            self.copies.drop(number)
+        elif self.moves.find(owner, number) is not None:
+            self.moves.drop(number)
         elif not self._lookups.release(owner, number) and not self._retains.release(owner, number):
             self._leases.release(owner, number)
+
+    def pinned_by(self, ticket: int) -> list[Entry]:
+        return self._leases.pinned_by(ticket)
 
     def release_owner(self, owner: Owner) -> None:
         """The owner must no longer touch the arena."""
         self.reencodings.drop_all(owner)
-        self.copies.drop_all(owner)
+        self.moves.drop_all(owner)
         self._computing.withdraw_all(owner)
         for ticket in self._leases.tickets_of(owner):
             self.release(owner, ticket)
@@ -307,6 +321,7 @@ class CacheState:
             owner, layout, names, shard, groups=groups, store_options=store_options
         )
         self.reencodings.learn(names.namespace, layout, store_options)
+        self.tags.learn(names.namespace, store_options.tags)
         return grant
 
     def commit_turns(
@@ -353,10 +368,13 @@ class CacheState:
         self._retains.release_owner(owner)
         self._leases.give_up(owner)
 
-    def clear(self, namespace: bytes | None, *, at_ns: int = 0) -> int:
-        """Return the number of removed chunks in RAM. namespace: None: all
+    def clear(self, namespace: bytes | None, *, at_ns: int = 0, tier: str = "") -> int:
+        """Return the number of removed chunks in RAM. namespace: with its spans; None: all
 
         at_ns: time of another host's clear, repeated unless there was one since; 0: own clear
+        tier:  clear only it, or only `ram`; empty: all
+
+        Raises ConfigError, ProtocolError.
         """
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError(
@@ -364,8 +382,15 @@ class CacheState:
             )
         if at_ns and (namespace is None or at_ns <= self.cleared_ns(namespace)):
             return 0
-        self._clear_times.note(namespace or b"", int(self.ram.now() * 1e9), at_ns)
-        return self._clear(namespace or b"", learned=False)
+        removed = 0
+        prefixes = (b"",) if namespace is None else (namespace, spans_of(namespace))
+        for prefix in dict.fromkeys(prefixes):
+            if tier:
+                removed += self.tier_clears.begin(tier, prefix)
+                continue
+            self._clear_times.note(prefix, int(self.ram.now() * 1e9), at_ns)
+            removed += self._clear(prefix, learned=False)
+        return removed
 
     def clear_prompt_turns(self, clear: PromptClear) -> Turns[int]:
         return self.prompt_clears.clear_turns(self.layout(clear.query.layout), clear)
@@ -389,10 +414,13 @@ class CacheState:
 
     def copy(self, owner: Owner, request: CopyRequest) -> int:
         """Raises ConfigError, LayoutError, ProtocolError."""
-        layout = self.layout(request.query.layout)
-        num_keys = check_query(layout, request.query)
+        if request.query is not None:
+            layout = self.layout(request.query.layout)
+            num_keys = check_query(layout, request.query)
+        else:
+            layout, num_keys = self.reencodings.known_layout(request.namespace), self.ram.num_chunks
         number = next(self._numbers)
-        self.copies.begin(number, owner, request, layout, num_keys)
+        self.moves.begin(number, owner, request, layout, num_keys)
         return number
 
     @property
@@ -456,7 +484,8 @@ class CacheState:
 
     def all_done(self, mark: int) -> bool:
         """Every write up to `mark` and every clear has ended."""
-        return not self._clears and not self.prompt_clears and self._writes.all_done(mark)
+        is_clearing = self._clears or self.prompt_clears or self.tier_clears
+        return not is_clearing and self._writes.all_done(mark)
 
     def status(self) -> StateStatus:
         self._expire_kept()
@@ -472,12 +501,16 @@ class CacheState:
             "retained_chunks": self._retains.num_chunks,
             "reencodings": len(self.reencodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
-            "namespaces": {
-                namespace.hex(): nbytes for namespace, nbytes in self.ram.used_by_namespace.items()
-            },
+            "namespaces": {one.hex(): n for one, n in self.ram.used_by_namespace.items()},
+            "busiest_namespaces": self._counts.busiest_namespaces(),
+            "busiest_tenants": self._counts.busiest_tenants(),
             "held": self.holdings(),
             "counters": self.metrics.as_dict(),
         }
+
+    def keep_tags(self) -> None:
+        """From now on, with a command for each new namespace."""
+        self.tags.tell = lambda *tags: self._give_command(KeepTagsCommand(*tags))
 
     def take_commands(self) -> list[Command]:
         commands, self._commands = self._commands, []
@@ -521,34 +554,37 @@ class CacheState:
     def cleared(self, prefix: bytes, asked_s: float | None = None) -> None:
         self._clears -= 1
         self._searches.cleared(prefix)
-        self._has_cleared(prefix, asked_s)
+        self.when_cleared(prefix, asked_s)
 
-    def _clear(self, prefix: bytes, *, learned: bool) -> int:
+    def _clear_memory(self, prefix: bytes) -> int:
         removed = self.ram.clear(prefix)
         self._chores.add(self.ram.sweep())
         self._handovers.clear(prefix)
         self._retains.clear(prefix)
         self.step()
+        return removed
+
+    def _clear(self, prefix: bytes, *, learned: bool) -> int:
+        removed = self._clear_memory(prefix)
         if self._has_tiers:
             self._searches.clear(prefix)
             self._clears += 1
             self._give_command(ClearCommand(prefix, learned, self.ram.now()))
         else:
-            self._has_cleared(prefix, self.ram.now())
+            self.when_cleared(prefix, self.ram.now())
         return removed
-
-    def _has_cleared(self, prefix: bytes, asked_s: float | None) -> None:
-        if self.when_cleared is not None:
-            self.when_cleared(prefix, asked_s)
 
     def _note_change(self, what: str, entry: Entry) -> None:
         self._changes.note(what, entry)
         if what == ADMITTED:
+            entry.slot = self.held.slot()
+            self.held.add(entry.key, entry.slot, entry.taken_bytes)
             self._computing.stored(entry.key)
             self._handovers.stored(entry)
             self._retains.stored(entry)
             self._demotions.stored(entry)
         else:
+            self.held.add(entry.key, entry.slot, -entry.taken_bytes)
             self._handovers.removed(entry)
             self._retains.removed(entry)
 
@@ -557,4 +593,4 @@ class CacheState:
         self._retains.expire()
 
     def _give_command(self, command: Command) -> None:
-        self._commands.append(command)
+        append(self._commands, command)

@@ -5,7 +5,7 @@ Values are classes of half an octave (`tiers/policies/base.py`); the first above
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, log2
 from typing import NamedTuple
 
@@ -24,6 +24,13 @@ class ValueRun(NamedTuple):
     first: int
     last: int
     value: int
+
+
+def split_runs(runs: Iterable[ValueRun], first: int, last: int, most: int) -> Iterator[ValueRun]:
+    for run in runs:
+        end = min(run.last, last)
+        for begin in range(max(run.first, first), end, most):
+            yield ValueRun(begin, min(begin + most, end), run.value)
 
 
 class ChunkValues:
@@ -59,7 +66,6 @@ class ChunkValues:
         return cost
 
     def _saved_s(self, num_tokens: int, nbytes: int, cost: ComputeCost) -> Callable[[int], float]:
-        """By a chunk's number; never decreases."""
         token_s = cost.token_s + cost.step_s / cost.step_tokens + cost.pair_s * num_tokens / 2
         # 0 seconds: not measured yet
         below_s = min((c[1] * nbytes for s in self._speeds if (c := s.costs) and c[1]), default=inf)

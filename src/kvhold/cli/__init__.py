@@ -1,4 +1,4 @@
-"""One module per command, imported when it is called, and shared modules."""
+"""One module per command, imported when called."""
 
 import logging
 import os
@@ -17,6 +17,7 @@ _COMMANDS = {
     "proxy": ("kvhold.cli.proxy", "Run a proxy before prefill and decode engines."),
     "control": ("kvhold.cli.control", "Run the HTTP API of this host's node."),
     "status": ("kvhold.cli.status", "Show the node's chunks, memory and counters."),
+    "top": ("kvhold.cli.top", "Show live what the node does."),
     "explain": ("kvhold.cli.explain", "Explain why a request's KV was loaded or computed."),
     "names": ("kvhold.cli.names", "List namespaces, and show why two engines share no KV."),
     "compress": ("kvhold.cli.compress", "Re-encode a tier's chunks with a codec, online."),
@@ -28,8 +29,11 @@ _COMMANDS = {
     "prefetch": ("kvhold.cli.prefetch", "Load a prompt's KV from lower tiers into memory."),
     "pin": ("kvhold.cli.pin", "Keep a prompt's KV in memory for a time, or list the pins."),
     "unpin": ("kvhold.cli.unpin", "End a pin."),
-    "move": ("kvhold.cli.move", "Move or copy a prompt's KV from memory to a tier."),
-    "clear": ("kvhold.cli.clear", "Forget the KV of a prompt, of a namespace, or all of it."),
+    "move": ("kvhold.cli.move", "Move or copy a prompt's KV between memory, tiers and peers."),
+    "clear": (
+        "kvhold.cli.clear",
+        "Forget the KV of a prompt, namespace, tag or tier, or all.",
+    ),
     "settings": ("kvhold.cli.settings", "Show or change settings of the running node."),
     "probe": ("kvhold.cli.probe", "Ask whether the node works, by an exit code."),
     "stop": ("kvhold.cli.stop", "End this host's node."),

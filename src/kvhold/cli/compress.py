@@ -1,4 +1,4 @@
-"""`kvhold compress`, whose code `kvhold decompress` shares."""
+"""`kvhold compress` and `decompress`."""
 
 import json
 import sys

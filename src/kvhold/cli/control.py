@@ -1,12 +1,19 @@
 import asyncio
+import json
 import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvhold.cli.options import socket_option
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import ConfigError
+from kvhold.node.control_process import READY
+
+if TYPE_CHECKING:
+    from kvhold.control.server import ControlServer
 
 
 @click.command()
@@ -19,21 +26,23 @@ from kvhold.core.errors import ConfigError
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML."
 )
-def command(listen: str | None, socket: str | None, config_file: Path | None) -> None:
-    """Run the HTTP API of this host's node: health, status, metrics and control, until SIGTERM or
-    SIGINT.
+@click.option("--for-node", is_flag=True, hidden=True)
+def command(
+    listen: str | None, socket: str | None, config_file: Path | None, for_node: bool
+) -> None:
+    """Run the HTTP API of this host's node, until SIGTERM or SIGINT.
 
-    More settings are in the section `control` of the settings file, or in the environment as
-    KVHOLD_CONTROL_*.
+    More settings are in the section `control`, or in the environment as KVHOLD_CONTROL_*.
     """
-    arguments: dict[str, object] = {}
+    # from `node/control_process.py`
+    arguments: dict[str, object] = json.loads(sys.stdin.readline()) if for_node else {}
     if listen is not None:
         arguments["control"] = {"listen": listen}
     if socket is not None:
         arguments["node"] = {"socket": socket}
     config = load_config(arguments, file=config_file)
     _yield_to_others(config.control.nice)
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, for_node=for_node))
 
 
 def _yield_to_others(nice: int) -> None:
@@ -41,7 +50,7 @@ def _yield_to_others(nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, *, for_node: bool) -> None:
     try:
         from kvhold.control.server import ControlServer
     except ModuleNotFoundError as error:
@@ -56,6 +65,19 @@ async def _serve(config: Config) -> None:
             host = f"[{server.host}]" if ":" in server.host else server.host
             scheme = "https" if config.control.tls_cert else "http"
             places.append(f"{scheme}://{host}:{server.port}")
-        click.echo(f"kvhold control ready on {' and '.join(places)}")
+        click.echo(f"{READY}{' and '.join(places)}")
 
-    await ControlServer(config).serve(on_ready=say)
+    server = ControlServer(config)
+    if for_node:
+        _end_with_input(server)
+    await server.serve(on_ready=say)
+
+
+def _end_with_input(server: "ControlServer") -> None:
+    def hear() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            server.stop()
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), hear)

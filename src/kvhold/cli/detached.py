@@ -1,5 +1,5 @@
-"""`kvhold serve --detach`. After a failed start, the caller prints the end of the log and ends with
-the node's exit status.
+"""`kvhold serve --detach`. After a failed start, the caller prints the log's end, and ends with the
+node's exit status.
 """
 
 import logging
@@ -27,7 +27,7 @@ _MOST_BYTES = 4096  # of the ready line
 
 
 def default_log(config: Config) -> Path:
-    """Return a file in the folder of the socket (of a central cache: the default one).
+    """In the folder of the socket (of a central cache: the default one).
 
     Raises NodeError.
     """

@@ -1,4 +1,4 @@
-"""`kvhold doctor` puts, probes, reads, checks and deletes a test chunk in each tier."""
+"""Puts, probes, reads, checks and deletes a test chunk in each tier."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ import click
 
 from kvhold.cache.loss import loss_warning
 from kvhold.cli.lmcache import advice
+from kvhold.cli.status import describe_control
 from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.codecs import Raw, frame_chunk, unframe_chunk
 from kvhold.core.config import Config, load_config
@@ -40,7 +41,6 @@ from kvhold.tiers.url import parse_url
 
 Result = TypeVar("Result")
 
-# 1 MiB
 _LAYOUT = Layout(
     groups=(Group(layers=4, planes=2, heads=4, head_dim=128, dtype="bfloat16"),),
     tokens_per_chunk=128,
@@ -99,6 +99,10 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
             for tier in status.get("tiers", []):
                 if not tier["available"]:
                     finding.wrong(f"its tier {tier['name']} is not used: {tier['last_fault']}")
+            if (control := status.get("control")) is not None:
+                said = f"its API {describe_control(control)}"
+                is_down = control["last_fault"] and not control["address"]
+                (finding.wrong if is_down else finding.says.append)(said)
         if not may_differ:
             NodeClient(
                 path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))

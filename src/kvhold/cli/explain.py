@@ -7,12 +7,14 @@ from msgspec import to_builtins
 
 from kvhold.cli.connect import connect
 from kvhold.cli.options import socket_option
-from kvhold.core.planning import MOST_NAME, Decision, LoadedChunks
+from kvhold.core.planning import MOST_NAME, BlendReport, Decision, LoadedChunks, SpanReport
+from kvhold.core.reasons import REASONS, WHOLE, Reason
 
 _NAMES = {
     "compute": "compute all",
     "memory": "load from memory only",
     "all": "load the whole hit",
+    "chosen": "chosen",
 }
 
 
@@ -23,11 +25,10 @@ _NAMES = {
     "--json", "as_json", is_flag=True, help="A JSON array of decisions, the latest first."
 )
 def command(request_id: str, socket: str | None, as_json: bool) -> None:
-    """Explain the node's decision for a request of an engine, and its result. Without REQUEST, list
-    the latest decisions.
+    """Explain what became of a request of an engine. Without REQUEST, list the latest.
 
-    REQUEST is the request's id, or a unique part. The node remembers the
-    last 512 decisions. Exits with 1 if none matches.
+    REQUEST is the request's id, or a unique part. The node remembers the last 512 lookups, and
+    samples of earlier ones. Exits with 1 if none matches.
     """
     with connect(socket, "kvhold explain") as client:
         decisions = client.explain(request_id[:MOST_NAME])
@@ -38,19 +39,15 @@ def command(request_id: str, socket: str | None, as_json: bool) -> None:
     elif decisions:
         click.echo("\n".join(map(_line, decisions)))
     if not decisions:
-        what = (
-            f"of a request {request_id!r}"
-            if request_id
-            else "of any request yet; engines with rules.plan off make no decisions"
-        )
+        what = f"of a request {request_id!r}" if request_id else "of any request yet"
         click.echo(f"kvhold: the node remembers no decision {what}", err=True)
         sys.exit(1)
 
 
 def _line(decision: Decision) -> str:
     return (
-        f"{_time(decision)}  {decision.request}  {_hit(decision)} of {decision.num_tokens} "
-        f"tokens: {decision.why}"
+        f"{_time(decision)}  {decision.request or '-'}  {_hit(decision)} of {decision.num_tokens} "
+        f"tokens: {decision.why or _reason(decision) or 'all found'}"
     )
 
 
@@ -62,27 +59,61 @@ def _describe(decision: Decision) -> str:
             f"tokens    {decision.num_tokens} in all, {decision.computed_tokens} in the engine "
             f"already, found: {found}"
         ),
-        f"decision  {decision.why}",
-        *([f"missing   {decision.missing}"] if decision.missing else []),
+        f"decision  {decision.why or 'not planned'}",
+        *([f"missing   {missing}"] if (missing := decision.missing or _reason(decision)) else []),
         *(f"loaded    {_loaded(one)}" for one in decision.loaded),
+        *([] if decision.blend is None else _describe_blend(decision.blend)),
+    ]
+    return "\n".join([*lines, *_describe_plan(decision)])
+
+
+def _describe_plan(decision: Decision) -> list[str]:
+    if decision.blend is not None and not decision.alternatives:
+        return []
+    lines = [
         "",
         f"{'':25}{'tokens':>8}{'wait s':>10}{'load s':>10}{'compute s':>11}{'in all s':>10}",
     ]
     for name, label in _NAMES.items():
-        one = decision.alternatives[name]
-        lines.append(
-            f"{label:25}{one.num_tokens:8}{one.wait_s:10.4f}{one.load_s:10.4f}{one.compute_s:11.4f}{one.total_s:10.4f}"
-        )
-    chosen = decision.alternatives["chosen"]
-    for label, tokens, wait_s, load_s, compute_s in (
-        ("chosen", chosen.num_tokens, chosen.wait_s, chosen.load_s, chosen.compute_s),
-        ("measured", _hit(decision), decision.waited_s, decision.load_s, decision.compute_s),
-    ):
-        in_all = "-" if compute_s is None else f"{wait_s + (load_s or 0.0) + compute_s:.4f}"
-        lines.append(
-            f"{label:25}{tokens:>8}{wait_s:10.4f}{_seconds(load_s):>10}{_seconds(compute_s):>11}{in_all:>10}"
-        )
-    return "\n".join(lines)
+        if one := decision.alternatives.get(name):
+            lines.append(_row(label, str(one.num_tokens), one.wait_s, one.load_s, one.compute_s))
+    measured = decision.waited_s, decision.load_s, decision.compute_s
+    return [*lines, _row("measured", _hit(decision), *measured)]
+
+
+def _row(
+    label: str, tokens: str, wait_s: float, load_s: float | None, compute_s: float | None
+) -> str:
+    in_all = None if compute_s is None else wait_s + (load_s or 0.0) + compute_s
+    seconds = "".join(f"{_seconds(one):>10}" for one in (wait_s, load_s))
+    return f"{label:25}{tokens:>8}{seconds}{_seconds(compute_s):>11}{_seconds(in_all):>10}"
+
+
+def _reason(decision: Decision) -> str:
+    return REASONS[Reason(decision.reason)] if decision.reason not in ("", WHOLE) else ""
+
+
+def _describe_blend(blend: BlendReport) -> list[str]:
+    share = 100 * blend.recomputed_tokens / max(1, blend.num_tokens)
+    told = f"{blend.result}: {blend.note}" if blend.note else blend.result
+    return [
+        f"blend     {told}",
+        (
+            f"kv        {blend.exact_tokens} exact, {blend.reused_tokens} reused, "
+            f"{blend.recomputed_tokens} recomputed ({share:.1f} %), by {blend.selector}"
+        ),
+        *(f"span      {_describe_span(span)}" for span in blend.spans),
+    ]
+
+
+def _describe_span(span: SpanReport) -> str:
+    places = [f"{tokens} in {place}" for place, tokens in span.sources.items()]
+    parts = [*(places or ["not found"]), *map(_loaded, span.loaded)]
+    if span.missing:
+        parts.append(f"missing: {span.missing}")
+    if span.is_alone:
+        parts.append("computed alone")
+    return f"{span.start}-{span.end}: {', '.join(parts)}"
 
 
 def _loaded(loaded: LoadedChunks) -> str:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from kvhold.cli.lmcache import PREFIX, Migration, migrate, values_of
+from kvhold.cli.lmcache import PREFIX, migrate, values_of
+from kvhold.cli.lmcache_values import Migration
 from kvhold.cli.options import json_option
 from kvhold.core.config import read_settings
 from kvhold.core.errors import ConfigError

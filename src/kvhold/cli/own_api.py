@@ -10,7 +10,7 @@ from kvhold.core.config import load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.node.paths import control_path, socket_path
 
-_SPARE_S = 10.0  # beyond the API's own wait for the node
+_SPARE_S = 10.0
 _MOST_ANSWER_BYTES = 64 << 20
 
 

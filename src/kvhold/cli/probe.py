@@ -1,7 +1,4 @@
-"""`kvhold probe`, for health checks of containers and services.
-
-No secret is sent, unless the central cache has no TLS.
-"""
+"""No secret is sent, unless the central cache has no TLS."""
 
 import asyncio
 import http.client
@@ -58,7 +55,7 @@ def command(
     With `listen.address` in the settings, the central cache is asked instead.
 
     A node that refuses more clients is live, but not ready. The API is ready if its node answers.
-    Tiers that are down are named, but both are ready without them.
+    Both are ready without tiers that are down, which are named.
     """
     if live and ready:
         raise click.UsageError("either --live or --ready, not both")

@@ -1,4 +1,4 @@
-"""A prompt on the command line: for `kvhold lookup`, `prefetch`, `pin`, `clear` and `move`."""
+"""A prompt on the command line."""
 
 import json
 from collections.abc import Callable

@@ -63,8 +63,7 @@ def command(
 ) -> None:
     """Run an OpenAI-compatible proxy before prefill and decode engines, until SIGTERM or SIGINT.
 
-    More settings are in the section `proxy` of the settings file, or in the environment as
-    KVHOLD_PROXY_*.
+    More settings are in the section `proxy`, or in the environment as KVHOLD_PROXY_*.
     """
     given = {
         "prefill": prefill or None,

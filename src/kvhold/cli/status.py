@@ -6,7 +6,12 @@ from kvhold.cli.connect import connect
 from kvhold.cli.options import json_option, socket_option
 from kvhold.cli.peers import summary
 from kvhold.core.sizes import format_size
-from kvhold.core.status import CacheTierStatus, NodeStatus, check_status
+from kvhold.core.status import (
+    CacheTierStatus,
+    ControlProcessStatus,
+    NodeStatus,
+    check_status,
+)
 
 
 @click.command()
@@ -50,6 +55,8 @@ def _describe(status: NodeStatus) -> str:
             f"({format_size(behind['bytes'])}), {status['arriving_chunks']} arrive"
         )
     lines += summary(status)
+    if (control := status.get("control")) is not None:
+        lines.append(f"API       {describe_control(control)}")
     lines += [
         f"client    {c['name']} (pid {c['pid']}), heard {c['silent_s']:.1f} s ago"
         for c in status["clients"]
@@ -59,6 +66,13 @@ def _describe(status: NodeStatus) -> str:
         for name, value in (status["counters"] | status.get("tier_counters", {})).items()
     ]
     return "\n".join(lines)
+
+
+def describe_control(control: ControlProcessStatus) -> str:
+    why = f"{control['restarts']} restarts, {control['last_fault']}"
+    if control["address"]:
+        return f"on {control['address']}{f'; {why}' if control['restarts'] else ''}"
+    return f"does not run: {why}" if control["last_fault"] else "is starting"
 
 
 def _describe_tier(tier: CacheTierStatus) -> str:

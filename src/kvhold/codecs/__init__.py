@@ -15,6 +15,7 @@ from kvhold.codecs.chunk import (
 from kvhold.codecs.frame import (
     FrameHeader,
     FrameSize,
+    RunningChecksums,
     check_identity,
     encode_header,
     header_size,
@@ -32,6 +33,7 @@ __all__ = [
     "FrameHeader",
     "FrameSize",
     "Raw",
+    "RunningChecksums",
     "check_codec",
     "check_identity",
     "check_loss",

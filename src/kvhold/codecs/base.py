@@ -1,7 +1,7 @@
 """The contract of a codec.
 
-Only `kvhold.codecs.chunk` calls a codec; it checks every size. Plugins use the entry point group
-"kvhold.codecs"; `kvhold.testing.CodecContract` tests them.
+Only `kvhold.codecs.chunk` calls a codec; it checks every size. `kvhold.testing.CodecContract` tests
+plugins (entry point group "kvhold.codecs").
 """
 
 from typing import ClassVar, Protocol

@@ -102,7 +102,9 @@ def frame_chunk(
             f"{len(stated)} checksums for a chunk of {layout.groups[group].layers} layers"
         )
     lengths, sums, end = [], [], 0
-    for layer in range(layout.groups[group].layers):
+    if target is None and stated is not None:
+        lengths, sums, end = [size // len(stated)] * len(stated), list(stated), size
+    for layer in range(len(lengths), layout.groups[group].layers):
         start, length = layout.layer_range(group, layer, num_tokens)
         if target is not None:
             bytes_ = plain[start : start + length]

@@ -11,7 +11,7 @@ from math import prod
 from struct import Struct, pack, unpack_from
 from typing import TypeAlias
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvhold.core.errors import FrameError, FrameReason, LayoutError
 from kvhold.core.keys import KEY_BYTES
@@ -29,7 +29,7 @@ ALIGNMENT = 64
 MAX_RANK = 8
 MAX_LAYERS = 4096
 MAX_HEADER_BYTES = 1 << 17
-MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # encoded or decoded
+MAX_CHUNK_BYTES = MOST_CHUNK_BYTES
 CODEC_BYTES = 16
 PACKING_BYTES = 32
 
@@ -74,7 +74,7 @@ class FrameHeader:
     def offsets(self) -> tuple[int, ...]:
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
-    @cached_property
+    @property
     def payload_bytes(self) -> int:
         return sum(self.lengths)
 
@@ -82,7 +82,7 @@ class FrameHeader:
     def frame_bytes(self) -> int:
         return self.header_bytes + self.payload_bytes
 
-    @cached_property
+    @property
     def layer_bytes(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
@@ -293,6 +293,32 @@ def verify(header: FrameHeader, payload: Buffer) -> None:
         )
     for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
         verify_layer(header, layer, view[offset : offset + length])
+
+
+class RunningChecksums:
+    """Of the layers of a raw frame that arrives in order."""
+
+    def __init__(self, header_bytes: int, layer_bytes: int) -> None:
+        self._skip = header_bytes
+        self._size = self._left = layer_bytes
+        self._begun = xxh3_64()
+        self.layers: list[int] = []
+
+    def add(self, piece: memoryview) -> None:
+        at = min(self._skip, piece.nbytes)
+        self._skip -= at
+        while at < piece.nbytes:
+            some = piece[at : at + self._left]
+            at += some.nbytes
+            if some.nbytes == self._size:
+                self.layers.append(checksum(some))
+                continue
+            self._begun.update(some)
+            self._left -= some.nbytes
+            if not self._left:
+                self.layers.append(self._begun.intdigest())
+                self._begun.reset()
+                self._left = self._size
 
 
 def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:

@@ -10,7 +10,7 @@ RUN = 128
 
 
 class Int8(Quantised):
-    """One byte per element, and a scale for each run of 128 channels of a token and head.
+    """One byte per element, and a scale per run of 128 channels of a token and head.
 
     Zeros and the largest magnitudes are exact (docs/codecs.md).
     """

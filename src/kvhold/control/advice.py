@@ -28,12 +28,7 @@ ACTIONS = {
 
 
 class ReasonRow(TypedDict):
-    """A reason for a miss.
-
-    reason:  one word
-    meaning: in words
-    action:  what to do about it
-    """
+    """action: what to do"""
 
     reason: str
     meaning: str

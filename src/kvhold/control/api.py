@@ -1,6 +1,8 @@
 import time
+from collections.abc import Container
+from dataclasses import asdict
 from http import HTTPStatus
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, cast
 
 import msgspec
 
@@ -20,11 +22,14 @@ from kvhold.control.rows import (
     namespace_facts,
     namespace_row,
 )
+from kvhold.control.share_history import SharesAnswer
 from kvhold.control.tokenizing import MOST_CHARACTERS, MOST_MESSAGES, ChatMessage, PromptTokenizers
-from kvhold.core.errors import ProtocolError
+from kvhold.core.errors import ConfigError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, Namespace, Query
 from kvhold.core.planning import MOST_NAME, Decision
-from kvhold.core.status import CacheTierStatus, NodeStatus, check_status
+from kvhold.core.status import MEMORY, CacheTierStatus, NodeStatus, check_status
+from kvhold.core.tags import parse_tag
+from kvhold.core.usage import AGES_S, HeldAges, PromptWorth
 from kvhold.node import NodeClient
 from kvhold.node.namespaces import find_digest, find_namespace, namespace_for_prompts
 
@@ -34,18 +39,20 @@ _PATIENCE_S = 1.0  # for lower tiers
 
 
 class ClearOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to forget, in memory and on all writable tiers: a namespace, a prompt, or all.
+    """What to forget, in memory and on all writable tiers: a namespace, a tag, a prompt, or all.
 
-    namespace: the first digits of its digest
-    all:       everything
-    tokens:    only a prompt of the namespace: its tokens
-    text:      or its text, with the tokenizer's special tokens
-    messages:  or its chat messages, for the model's chat template
-    only_end:  keep the part of the prompt that another prompt in memory continues
+    namespace: first digits of its digest
+    tag:       the namespaces with it; NAME=VALUE
+    tier:      only there; ram is memory
+    text:      with the tokenizer's special tokens
+    messages:  for the model's chat template
+    only_end:  keep the part that another prompt in memory continues
     """
 
     namespace: str = ""
     all: bool = False
+    tag: str = ""
+    tier: str = ""
     tokens: list[int] | None = None
     text: Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)] | None = None
     messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MOST_MESSAGES)] | None = None
@@ -60,29 +67,21 @@ class ClearOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KickOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which clients to end: one by its ID such as c12, or all of one process.
-
-    client: its ID
-    pid:    of the process
-    """
+    """client: its ID such as c12; or pid: all of the process"""
 
     client: str = ""
     pid: int = 0
 
 
 class FlushOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """timeout_s: how long to wait for the writes to the tiers; at most 60"""
+    """timeout_s: at most 60"""
 
     timeout_s: float = 10.0
 
 
 class ReencodeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which chunks to re-encode.
-
-    tier:      its name, as in the status
-    codec:     the new one
-    namespace: the first digits of the only one's digest; empty: all known ones
-    tokens:    only the chunks of this prompt; null: all
+    """namespace: first digits of the only one's digest; empty: all known ones
+    tokens:    only this prompt's chunks; null: all
     """
 
     tier: str
@@ -92,12 +91,10 @@ class ReencodeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt: as tokens, as text or as messages.
+    """A prompt: as tokens, as text without special tokens, or as messages.
 
-    namespace: the first digits of its digest
-    tokens:    its tokens
-    text:      its text, without special tokens
-    messages:  its chat messages, for the model's chat template
+    namespace: first digits of its digest
+    messages:  for the model's chat template
     """
 
     namespace: str
@@ -107,9 +104,7 @@ class PromptOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
-    """A prompt to pin, as tokens, as text or as messages.
-
-    ttl_s: how long; at most a week
+    """ttl_s: at most a week
     owner: name of the caller
     """
 
@@ -118,20 +113,20 @@ class PinOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
 
 
 class MoveOrder(PromptOrder, frozen=True, forbid_unknown_fields=True):
-    """A prompt to move from memory, as tokens, text or messages.
-
-    tier: its name; or `host:` and a peer's
-    copy: memory keeps them
+    """tier:   the target: its name, ram, or `host:` and a peer's name
+    copy:   the source keeps them
+    source: a tier's name, or ram
+    all:    instead of a prompt: all chunks of the namespace
     """
 
     tier: str = ""
     copy: bool = False
+    source: str = MEMORY
+    all: bool = False
 
 
 class CachedAnswer(TypedDict):
-    """The cached part of a prompt.
-
-    num_tokens: tokens, from its start
+    """num_tokens: from the prompt's start
     sources:    tokens by place: ram, or a tier
     arriving:   more may be on lower tiers
     reason:     why the hit ends there; null: more may come
@@ -174,9 +169,7 @@ class ClientsAnswer(TypedDict):
 
 
 class NamespacesAnswer(TypedDict):
-    """The known namespaces.
-
-    namespaces:  those that engines registered
+    """namespaces:  those that engines registered
     others:      of requests with an adapter, a salt or tags, or of earlier engines
     other_bytes: arena bytes of the others' chunks
     tenants:     arena bytes by tenant; "": without one
@@ -188,13 +181,45 @@ class NamespacesAnswer(TypedDict):
     tenants: dict[str, int]
 
 
+class HeldAnswer(TypedDict):
+    """ages_s: ends of the ages
+    rows:   the largest first
+    """
+
+    ages_s: list[int]
+    rows: list[HeldAges]
+
+
+class PromptsAnswer(TypedDict):
+    """prompts: 50 of the most used of late, the most worth first"""
+
+    prompts: list[PromptWorth]
+
+
 class DecisionsAnswer(TypedDict):
     """decisions: about lookups, the latest first"""
 
     decisions: list[Decision]
 
 
-class ClearAnswer(TypedDict):
+class TagClearAnswer(TypedDict, total=False):
+    """Only of a clear by tag.
+
+    namespaces:     cleared
+    unknown:        in memory, without known tags; they stay
+    forgotten:      whose tags this host has forgotten
+    since_s:        Unix time since when it keeps tags; null: it has no tiers
+    unlisted_tiers: shared; namespaces that it has not met stay there
+    """
+
+    namespaces: int
+    unknown: int
+    forgotten: int
+    since_s: float | None
+    unlisted_tiers: list[str]
+
+
+class ClearAnswer(TagClearAnswer):
     """chunks: removed from memory, before tiers"""
 
     chunks: int
@@ -285,18 +310,39 @@ class ControlApi:
     async def namespace(self, digest: str) -> NamespaceFacts:
         return namespace_facts(await self._node.call(lambda client: find_namespace(client, digest)))
 
+    async def held(self) -> HeldAnswer:
+        rows = await self._node.call(lambda client: client.held())
+        return {"ages_s": [*AGES_S], "rows": rows}
+
+    async def prompts(self) -> PromptsAnswer:
+        return await self._prompts("")
+
+    async def _prompts(self, tenant: str) -> PromptsAnswer:
+        return {"prompts": await self._node.call(lambda client: client.worths(tenant=tenant))}
+
     async def decisions(self, request: str = "") -> DecisionsAnswer:
-        found = await self._node.call(lambda client: client.explain(request[:MOST_NAME]))
+        return await self._decisions(request, "")
+
+    async def _decisions(self, request: str, tenant: str) -> DecisionsAnswer:
+        found = await self._node.call(
+            lambda client: client.explain(request[:MOST_NAME], tenant=tenant)
+        )
         return {"decisions": found}
 
     async def history(
         self, metrics: str = "kvhold_hit_tokens,kvhold_missed_tokens", since_s: str = "3600"
     ) -> HistoryAnswer:
+        return await self._history().read(metrics, since_s)
+
+    async def shares(self, by: str = "tenant", since_s: str = "3600") -> SharesAnswer:
+        return await self._history().read_shares(by, since_s, None)
+
+    def _history(self) -> Recorder:
         if self._recorder is None:
             raise ControlRefusal(
                 HTTPStatus.NOT_FOUND, "no_history", "control.history_interval_s is 0"
             )
-        return await self._recorder.read(metrics, since_s)
+        return self._recorder
 
     async def reasons(self) -> ReasonsAnswer:
         return {"reasons": reason_rows()}
@@ -359,26 +405,42 @@ class ControlApi:
         return namespace, prompt.query()
 
     async def clear(self, request: ClearOrder) -> ClearAnswer:
-        if bool(request.namespace) == request.all:
-            raise _bad('give either "namespace" or "all": true')
+        if [bool(request.namespace), bool(request.tag), request.all].count(True) != 1:
+            raise _bad('give one of "namespace", "tag", and "all": true')
         if request.is_prompt:
-            if request.all:
-                raise _bad('a prompt needs a "namespace"')
-            _, query = await self._prompt(request.prompt())
-            only_end = request.only_end
-            return {
-                "chunks": await self._node.call(
-                    lambda client: client.clear_prompt(query, only_end=only_end)
-                )
-            }
+            return await self._clear_prompt(request)
         if request.only_end:
             raise _bad('only_end needs a prompt: "tokens", "text" or "messages"')
+        if request.tag:
+            tag = _tag_of(request.tag)
+            cleared = await self._node.call(
+                lambda client: client.clear_tagged(
+                    *tag, tier=request.tier, among=self._among(client)
+                )
+            )
+            return cast(ClearAnswer, asdict(cleared))
         removed = await self._node.call(
             lambda client: client.clear(
-                find_digest(client, request.namespace) if request.namespace else None
+                find_digest(client, request.namespace) if request.namespace else None,
+                tier=request.tier,
             )
         )
         return {"chunks": removed}
+
+    async def _clear_prompt(self, request: ClearOrder) -> ClearAnswer:
+        if not request.namespace:
+            raise _bad('a prompt needs a "namespace"')
+        if request.tier:
+            raise _bad("a prompt is cleared on all tiers; leave out tier")
+        _, query = await self._prompt(request.prompt())
+        only_end = request.only_end
+        removed = await self._node.call(
+            lambda client: client.clear_prompt(query, only_end=only_end)
+        )
+        return {"chunks": removed}
+
+    def _among(self, client: NodeClient) -> Container[bytes] | None:
+        return None
 
     async def settings(self) -> SettingsAnswer:
         return {"settings": await self._node.call(lambda client: client.settings())}
@@ -419,8 +481,18 @@ class ControlApi:
         return await self._jobs.begin(JobRequest(request.tier, request.codec, namespace, query))
 
     async def move(self, order: MoveOrder) -> JobRow:
-        _, query = await self._prompt(order)
-        return await self._jobs.begin(MoveRequest(order.tier, query, order.copy))
+        if not order.all:
+            _, query = await self._prompt(order)
+            request = MoveRequest(order.tier, query, order.copy, order.source)
+        elif (order.tokens, order.text, order.messages) != (None, None, None):
+            raise _bad('give a prompt, or "all": true')
+        else:
+            space = await self._digest(order.namespace)
+            request = MoveRequest(order.tier, None, order.copy, order.source, space)
+        return await self._jobs.begin(request)
+
+    async def _digest(self, digits: str) -> bytes:
+        return await self._node.call(lambda client: find_digest(client, digits))
 
     async def jobs(self) -> JobsAnswer:
         return {"jobs": await self._jobs.rows()}
@@ -436,8 +508,14 @@ class ControlApi:
         return {"stopped": True}
 
 
+def _tag_of(text: str) -> tuple[str, str]:
+    try:
+        return parse_tag(text)
+    except ConfigError as error:
+        raise _bad(str(error)) from None
+
+
 def _client_number(request: KickOrder) -> int:
-    """0: of a process."""
     if bool(request.client) == bool(request.pid):
         raise _bad('give either "client" or "pid"')
     if not request.client:

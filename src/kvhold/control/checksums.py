@@ -14,12 +14,8 @@ from kvhold.node import NodeClient
 
 
 class ChunkChecksum(TypedDict):
-    """A chunk of one group and one shard.
-
-    first_token: its first token's position in the prompt
-    num_tokens:  its tokens
-    group:       number of its group of layers
-    shard:       number of its shard
+    """first_token: its position in the prompt
+    group:       of layers
     checksum:    xxh3_64 of the xxh3_64 of each layer's bytes (8 bytes each, little-endian)
     """
 
@@ -31,10 +27,10 @@ class ChunkChecksum(TypedDict):
 
 
 class PromptChecksums(TypedDict):
-    """Checksums of the cached KV of a prompt. Equal ones mean equal bytes.
+    """Equal ones mean equal bytes.
 
-    num_tokens: cached tokens, from the prompt's start
-    sources:    tokens by place: ram, or a tier
+    num_tokens: cached, from the prompt's start
+    sources:    tokens by place
     reason:     why the hit ends there
     chunks:     by shard, group and position, without those that the hit does not need
     """

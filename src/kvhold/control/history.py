@@ -1,5 +1,5 @@
-"""The metrics over time, on disk, for the dashboard. Samples are kept for six hours, and sums of
-five minutes for 30 days.
+"""The metrics over time, on disk. Samples are kept for six hours, and sums of five minutes for 30
+days.
 """
 
 import logging
@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from kvhold.control.share_history import ShareHistory, SharesAnswer
+from kvhold.control.time_grid import COARSE, COARSE_STEP_S, FINE, LEVELS, TimeGrid
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import TABLE
+from kvhold.core.usage import LookupShare
 from kvhold.net.messages import MetricSample
 
 log = logging.getLogger(__name__)
 
-_FINE, _COARSE = 0, 1
-_FINE_S = 6 * 3600
-_COARSE_STEP_S, _COARSE_S = 300, 30 * 86400
 _PRUNE_EVERY = 60  # samples
 _MOST_SERIES = 1000
-_MOST_POINTS = 300
 _MOST_JOBS = 256
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS series (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
@@ -33,9 +32,7 @@ CREATE TABLE IF NOT EXISTS points (
 
 
 class HistoryAnswer(TypedDict):
-    """Values over time.
-
-    step_s: seconds between two columns
+    """step_s: seconds between two columns
     at_s:   Unix time at which each column begins
     series: by metric with its labels: increments of a counter, means of a gauge; null: unknown
     """
@@ -63,20 +60,28 @@ class History:
             log.warning("%s is damaged (%s): begun anew; the old one ends in .damaged", path, error)
             path.replace(path.with_suffix(".damaged"))
             self._database = self._open()
+        self._shares = ShareHistory(self._database)
         self._ids = {
             name: number for number, name in self._database.execute("SELECT id, name FROM series")
         }
 
-    def add(self, at_s: float, run: str, samples: Iterable[MetricSample]) -> None:
+    def add(
+        self,
+        at_s: float,
+        run: str,
+        samples: Iterable[MetricSample],
+        shares: Sequence[LookupShare] = (),
+    ) -> None:
         """run: of the node; another one's counters begin at 0"""
+        self._shares.add(at_s, run, shares)
         counters, gauges = self._changes(run, samples)
         at = int(at_s)
-        coarse = at - at % _COARSE_STEP_S
+        coarse = at - at % COARSE_STEP_S
         with self._database:
             for values, fold in ((counters, "value + excluded.value"), (gauges, "excluded.value")):
                 rows = [(self._id(name), value) for name, value in values.items()]
                 known = [(number, value) for number, value in rows if number is not None]
-                for level, when in ((_FINE, at), (_COARSE, coarse)):
+                for level, when in ((FINE, at), (COARSE, coarse)):
                     self._database.executemany(
                         "INSERT INTO points VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                         f"value = {fold}",
@@ -87,13 +92,8 @@ class History:
                 self._prune()
 
     def read(self, metrics: Sequence[str], since_s: float) -> HistoryAnswer:
-        now = int(self._clock())
-        level = _FINE if since_s <= _FINE_S else _COARSE
-        least = 1 if level == _FINE else _COARSE_STEP_S
-        step = max(least, -(-int(since_s) // _MOST_POINTS))
-        step = -(-step // least) * least
-        first = (now - int(since_s)) // step * step
-        columns = list(range(first, now + 1, step))
+        grid = TimeGrid(int(since_s), int(self._clock()))
+        step = grid.step_s
         series: dict[str, list[float | None]] = {}
         for name, number in sorted(self._ids.items()):
             metric = name.partition("{")[0]
@@ -104,12 +104,16 @@ class History:
                 self._database.execute(
                     f"SELECT at / ? * ?, {fold}(value) FROM points "
                     "WHERE level = ? AND series = ? AND at >= ? GROUP BY 1",
-                    (step, step, level, number, first),
+                    (step, step, grid.level, number, grid.first_s),
                 ).fetchall()
             )
             if found:
-                series[name] = [found.get(at) for at in columns]
-        return {"step_s": step, "at_s": columns, "series": series}
+                series[name] = [found.get(at) for at in grid.columns]
+        return {"step_s": step, "at_s": grid.columns, "series": series}
+
+    def read_shares(self, kind: str, since_s: float, tenant: str | None) -> SharesAnswer:
+        grid = TimeGrid(int(since_s), int(self._clock()))
+        return self._shares.read(kind, grid, tenant=tenant)
 
     def save_job(self, number: int, row: str) -> None:
         with self._database:
@@ -172,10 +176,11 @@ class History:
 
     def _prune(self) -> None:
         now = int(self._clock())
-        for level, kept_s in ((_FINE, _FINE_S), (_COARSE, _COARSE_S)):
+        for level, kept_s in LEVELS.items():
             self._database.execute(
                 "DELETE FROM points WHERE level = ? AND at < ?", (level, now - kept_s)
             )
+        self._shares.prune(now)
 
 
 def _flat(name: str, labels: Sequence[str], values: Sequence[str]) -> str:

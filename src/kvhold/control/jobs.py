@@ -19,11 +19,7 @@ _MOST_KEPT = 256
 
 
 class JobEnd(TypedDict):
-    """How a job ended.
-
-    done:    it has ended
-    stopped: why early; else empty
-    """
+    """stopped: why early; else empty"""
 
     done: bool
     stopped: str
@@ -33,8 +29,8 @@ class JobProgress(JobEnd, total=False):
     """Chunks so far. A re-encoding has the fields of `ReencodeProgress`.
 
     copied:  of a copy: the tier has them now
-    dropped: of a move: removed from memory; others were in use
-    bytes:   of `copied`, in memory
+    dropped: of a move: removed from the source, unless in use
+    bytes:   of `copied`, in the source; to memory, there
     """
 
     copied: int
@@ -54,20 +50,19 @@ class JobProgress(JobEnd, total=False):
 
 
 class JobRow(TypedDict):
-    """A job.
-
-    number:    its number
-    kind:      reencode, copy or move
+    """kind:      reencode, copy or move
     tier:      whose chunks are re-encoded, or the target of a copy
-    codec:     their new codec; empty: of the tier
-    namespace: digest of the only namespace; empty: all
+    source:    of a copy; empty: of no copy
+    codec:     empty: the tier's
+    namespace: the only one's digest; empty: all
     began_s:   Unix time
-    progress:  chunks so far; `done` and `stopped` say how it ended
+    progress:  chunks so far
     """
 
     number: int
     kind: str
     tier: str
+    source: str
     codec: str
     namespace: str
     began_s: float
@@ -86,6 +81,7 @@ class JobRequest:
     query: Query | None = None
 
     kind: ClassVar[str] = "reencode"
+    source: ClassVar[str] = ""
 
     def begin(self, client: NodeClient) -> Reencoding:
         return client.reencode(self.tier, self.codec, namespace=self.namespace, query=self.query)
@@ -93,9 +89,13 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class MoveRequest:
+    """query: None: all chunks of the namespace"""
+
     tier: str
-    query: Query
+    query: Query | None
     copy: bool
+    source: str
+    space: bytes = b""
 
     codec: ClassVar[str] = ""
 
@@ -105,10 +105,16 @@ class MoveRequest:
 
     @property
     def namespace(self) -> bytes:
-        return self.query.namespace
+        return self.space if self.query is None else self.query.namespace
 
     def begin(self, client: NodeClient) -> Copying:
-        return client.copy(self.tier, self.query, drop=not self.copy)
+        return client.copy(
+            self.tier,
+            self.query,
+            drop=not self.copy,
+            source=self.source,
+            namespace=self.space,
+        )
 
 
 @dataclass
@@ -136,6 +142,7 @@ class _Job:
             "number": self.number,
             "kind": self.request.kind,
             "tier": self.request.tier,
+            "source": self.request.source,
             "codec": self.request.codec,
             "namespace": (self.request.namespace or b"").hex(),
             "began_s": self.began_s,
@@ -211,7 +218,7 @@ class Jobs:
             if self._is_loaded or self._recorder is None:
                 return
             for text in await self._recorder.jobs():
-                row: JobRow = msgspec.json.decode(text, type=JobRow)
+                row = msgspec.convert({"source": ""} | msgspec.json.decode(text), JobRow)
                 if not row["progress"]["done"]:
                     row["progress"] |= {"done": True, "stopped": "the API ended"}
                 self._earlier[row["number"]] = row

@@ -22,8 +22,9 @@ from kvhold.control.api import (
 from kvhold.control.refusals import ControlRefusal
 from kvhold.control.route import Route
 from kvhold.control.rows import NamespaceFacts
+from kvhold.core.status import MEMORY
 
-_MOST_NAMESPACES = 32  # in one lookup
+_MOST_NAMESPACES = 32
 _MEMORY = ("LocalCPUBackend", "ram")
 _DISK = "LocalDiskBackend"
 _EVERYWHERE = "all"
@@ -51,7 +52,7 @@ class LMCacheClear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to forget.
 
     instance_id: a namespace
-    location:    all
+    location:    all, LocalCPUBackend or a tier's name; LocalDiskBackend: the only one on a disk
     """
 
     instance_id: str
@@ -59,12 +60,7 @@ class LMCacheClear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LMCachePin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt to pin for a week.
-
-    instance_id: a namespace
-    location:    LocalCPUBackend
-    tokens:      the prompt's
-    """
+    """For a week. location: LocalCPUBackend"""
 
     instance_id: str
     location: str
@@ -72,12 +68,9 @@ class LMCachePin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LMCacheCompress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which chunks to compress or decompress.
-
-    instance_id: a namespace
-    method:      a codec, such as cachegen
-    location:    a tier's name; LocalDiskBackend: the only one on a disk
-    tokens:      only the chunks of this prompt; empty: all of the namespace
+    """method:   a codec
+    location: a tier's name; LocalDiskBackend: the only disk
+    tokens:   of a prompt; empty: all chunks of the namespace
     """
 
     instance_id: str
@@ -87,18 +80,16 @@ class LMCacheCompress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LMCacheMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt to move from memory. A position: an instance and a location.
-
-    old_position: a namespace, and LocalCPUBackend
-    new_position: the same namespace, and a tier's name; LocalDiskBackend: the only one on a disk.
-                  Or NAMESPACE@PEER, and LocalCPUBackend
-    tokens:       the prompt's
-    copy:         memory keeps it
+    """old_position: a namespace, and LocalCPUBackend or a tier's name; LocalDiskBackend: the only
+                  one on a disk
+    new_position: the same; or NAMESPACE@PEER, and LocalCPUBackend
+    tokens:       of a prompt; null: all of the namespace
+    copy:         the old position keeps it
     """
 
     old_position: tuple[str, str]
     new_position: tuple[str, str]
-    tokens: list[int]
+    tokens: list[int] | None = None
     copy: bool = False
 
 
@@ -178,13 +169,10 @@ async def lmcache_lookup(api: ControlApi, order: LMCacheLookup) -> LMCacheLayout
 
 
 async def lmcache_clear(api: ControlApi, order: LMCacheClear) -> LMCacheTokens:
-    if order.location != _EVERYWHERE:
-        raise _refused(
-            f"location {order.location[:40]!r}: memory, tiers and peers are cleared together; "
-            f"write {_EVERYWHERE!r}"
-        )
     facts = await api.namespace(order.instance_id)
-    cleared = await api.clear(ClearOrder(facts["digest"]))
+    everywhere = order.location == _EVERYWHERE
+    tier = "" if everywhere else await _place_of(api, order.location)
+    cleared = await api.clear(ClearOrder(facts["digest"], tier=tier))
     return {"event_id": _event("clear"), "num_tokens": _tokens_of(facts, cleared["chunks"])}
 
 
@@ -211,12 +199,13 @@ async def lmcache_move(api: ControlApi, order: LMCacheMove) -> LMCacheTokens:
     new_location = order.new_position[1]
     if new_instance != instance:
         raise _refused("new_position has another instance: a prompt stays in its namespace")
-    if location not in _MEMORY:
-        raise _refused(f"location {location[:40]!r}: prompts are moved from {_MEMORY[0]}")
     if peer and new_location not in _MEMORY:
         raise _refused(f"location {new_location[:40]!r}: peers take prompts in {_MEMORY[0]}")
-    tier = f"host:{peer}" if peer else await _tier_of(api, new_location)
-    job = await api.move(MoveOrder(instance, order.tokens, tier=tier, copy=order.copy))
+    source = await _place_of(api, location)
+    tier = f"host:{peer}" if peer else await _place_of(api, new_location)
+    tokens, whole = order.tokens, order.tokens is None
+    move = MoveOrder(instance, tokens, tier=tier, copy=order.copy, source=source, all=whole)
+    job = await api.move(move)
     return {"event_id": f"move-{job['number']}", "num_tokens": 0}
 
 
@@ -256,6 +245,10 @@ async def _reencode(
     return {"event_id": f"{event}-{job['number']}", "num_tokens": 0}
 
 
+async def _place_of(api: ControlApi, location: str) -> str:
+    return MEMORY if location in _MEMORY else await _tier_of(api, location)
+
+
 async def _tier_of(api: ControlApi, location: str) -> str:
     tiers = await api.tiers()
     if location != _DISK:
@@ -287,7 +280,6 @@ def _is_of_this_host(text: str) -> bool:
 
 
 def _tokens_of(facts: NamespaceFacts, chunks: int) -> int:
-    """Count tails as whole chunks."""
     groups = sum(_GROUP.fullmatch(name) is not None for name in facts["facts"])
     per_position = max(1, groups * _number(facts, "shards"))
     return chunks // per_position * _number(facts, "layout.tokens_per_chunk")

@@ -90,7 +90,6 @@ class MetricsExport:
         return self._data([*state_samples(status), *samples], began_ns=self._began_ns(status))
 
     def _began_ns(self, status: NodeStatus) -> int:
-        """The same for all exports of one run."""
         began_ns = time.time_ns() - round(status["uptime_s"] * 1e9)
         pid, known_ns = self._run_began
         if pid != status["pid"] or abs(known_ns - began_ns) > _SAME_S * 1e9:

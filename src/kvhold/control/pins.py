@@ -20,14 +20,8 @@ _SHARE = 4  # of the arena, by default
 
 
 class PinRow(TypedDict):
-    """A pin.
-
-    number:     its number
-    owner:      who asked for it
-    namespace:  digest
-    num_tokens: pinned tokens, from the prompt's start
-    bytes:      of their chunks
-    left_s:     seconds until it ends
+    """num_tokens: pinned, from the prompt's start
+    left_s:     until it ends
     """
 
     number: int
@@ -142,7 +136,6 @@ class PromptPins:
             ending.add_done_callback(self._ending.discard)
 
     async def _drop_ended(self) -> None:
-        """Also pins of a node that was lost since."""
         now, lost_s = time.monotonic(), self._node.lost_at_s
         ended = [
             pin

@@ -11,6 +11,7 @@ from kvhold.control.exposition import state_samples
 from kvhold.control.history import History, HistoryAnswer
 from kvhold.control.node import ControlledNode
 from kvhold.control.refusals import ControlRefusal
+from kvhold.control.share_history import KINDS, SharesAnswer
 from kvhold.core.metrics import TABLE
 from kvhold.core.status import NodeStatus, check_status
 from kvhold.net.messages import MetricSample
@@ -56,13 +57,15 @@ class Recorder:
         names = metrics.split(",")
         if unknown := [name for name in names if name not in TABLE]:
             raise _bad(f"metrics: there is no metric {unknown[0][:40]!r}")
-        try:
-            seconds = float(since_s)
-        except ValueError:
-            seconds = 0.0
-        if not 1 <= seconds <= _MOST_SINCE_S:
-            raise _bad(f"since_s = {since_s[:20]!r}: must be from 1 to {_MOST_SINCE_S:.0f}")
+        seconds = _seconds(since_s)
         return await self._in_thread(lambda history: history.read(names, seconds))
+
+    async def read_shares(self, by: str, since_s: str, tenant: str | None) -> SharesAnswer:
+        """tenant: None: all. Raises ControlRefusal."""
+        if by not in KINDS:
+            raise _bad(f"by = {by[:20]!r}: must be one of {', '.join(KINDS)}")
+        seconds = _seconds(since_s)
+        return await self._in_thread(lambda history: history.read_shares(by, seconds, tenant))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -81,10 +84,14 @@ class Recorder:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                status, samples = await self._node.call(state_and_samples)
+                (status, samples), shares = await self._node.call(
+                    lambda client: (state_and_samples(client), client.shares())
+                )
                 run = self._run_of(status)
                 all_samples = [*state_samples(status), *samples]
-                await loop.run_in_executor(self._thread, history.add, time.time(), run, all_samples)
+                await loop.run_in_executor(
+                    self._thread, history.add, time.time(), run, all_samples, shares
+                )
                 if self.on_sample is not None:
                     await self.on_sample()
             except ControlRefusal as refusal:
@@ -104,6 +111,16 @@ class Recorder:
 
 def state_and_samples(client: NodeClient) -> tuple[NodeStatus, list[MetricSample]]:
     return check_status(client.status()), client.measure()
+
+
+def _seconds(since_s: str) -> float:
+    try:
+        seconds = float(since_s)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= _MOST_SINCE_S:
+        raise _bad(f"since_s = {since_s[:20]!r}: must be from 1 to {_MOST_SINCE_S:.0f}")
+    return seconds
 
 
 def _bad(detail: str) -> ControlRefusal:

@@ -11,6 +11,7 @@ from kvhold.control.lmcache_routes import LMCACHE_ROUTES
 from kvhold.control.pins import PinRow
 from kvhold.control.route import Route
 from kvhold.control.rows import NamespaceFacts
+from kvhold.control.share_history import SharesAnswer
 from kvhold.core.status import NodeStatus
 
 _API = api.ControlApi
@@ -85,8 +86,8 @@ ROUTES = (
         "GET",
         "/v1/decisions",
         ControlRole.READ,
-        ForTenants.NEVER,
-        "The node's latest decisions about lookups.",
+        ForTenants.OWN,
+        "What became of the latest lookups.",
         api.DecisionsAnswer,
         _API.decisions,
         query={"request": "Only of requests whose id contains this."},
@@ -101,6 +102,37 @@ ROUTES = (
         _API.history,
         query={
             "metrics": "Their names, with commas between; counters and gauges.",
+            "since_s": "Seconds back from now; at most 30 days.",
+        },
+    ),
+    Route(
+        "GET",
+        "/v1/held",
+        ControlRole.READ,
+        ForTenants.OWN,
+        "Memory and disks by tenant and age.",
+        api.HeldAnswer,
+        _API.held,
+    ),
+    Route(
+        "GET",
+        "/v1/prompts",
+        ControlRole.READ,
+        ForTenants.OWN,
+        "The prompts that save most.",
+        api.PromptsAnswer,
+        _API.prompts,
+    ),
+    Route(
+        "GET",
+        "/v1/shares",
+        ControlRole.READ,
+        ForTenants.OWN,
+        "Tokens looked up and found over time, by caller.",
+        SharesAnswer,
+        _API.shares,
+        query={
+            "by": "tenant, client or session.",
             "since_s": "Seconds back from now; at most 30 days.",
         },
     ),
@@ -171,7 +203,7 @@ ROUTES = (
         "/v1/clear",
         ControlRole.OPERATE,
         ForTenants.OWN,
-        "Forget a prompt or a namespace; or everything, with the role administer.",
+        "Forget a prompt, a namespace, or those with a tag; or all, with the role administer.",
         api.ClearAnswer,
         _API.clear,
         body=api.ClearOrder,
@@ -210,7 +242,7 @@ ROUTES = (
         "/v1/move",
         ControlRole.OPERATE,
         ForTenants.OWN,
-        "Move or copy a prompt's chunks from memory to a tier or a peer, in the background.",
+        "Move or copy a prompt's chunks between memory, tiers and peers, in the background.",
         JobRow,
         _API.move,
         body=api.MoveOrder,

@@ -7,20 +7,15 @@ from kvhold.net.messages import ClientInfo, KnownSpace
 
 
 class ClientRow(TypedDict):
-    """A client of the node.
+    """What a client holds.
 
     id:           such as c12
-    name:         such as vllm
-    pid:          of its process
     alive:        its process runs
-    silent_s:     seconds since its latest message
-    hits:         hits that it holds
-    leases:       leases that it holds
-    reservations: reservations that it holds
-    nbytes:       arena bytes in its leases and reservations
-    ended:        ended, but still connected
+    silent_s:     since its latest message
+    nbytes:       of its leases and reservations
+    ended:        but still connected
     device:       a device copies for it
-    pinned_bytes: arena bytes registered with the device
+    pinned_bytes: registered with the device
     """
 
     id: str
@@ -38,12 +33,8 @@ class ClientRow(TypedDict):
 
 
 class NamespaceRow(TypedDict):
-    """A namespace that an engine registered.
-
-    digest: in hexadecimal digits
-    title:  in words
-    client: the engine's name
-    bytes:  arena bytes of its chunks
+    """client: that registered it
+    bytes:  in memory
     at_s:   Unix time of its registration
     """
 
@@ -55,10 +46,7 @@ class NamespaceRow(TypedDict):
 
 
 class NamespaceFacts(NamespaceRow):
-    """A namespace with its facts.
-
-    facts: by name
-    """
+    """facts: by name"""
 
     facts: dict[str, str]
 

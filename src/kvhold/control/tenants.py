@@ -9,17 +9,22 @@ from kvhold.control.api import (
     ClearAnswer,
     ClearOrder,
     ControlApi,
+    DecisionsAnswer,
+    HeldAnswer,
     JobsAnswer,
     NamespacesAnswer,
     PinsAnswer,
     PromptOrder,
+    PromptsAnswer,
     ReencodeOrder,
 )
 from kvhold.control.jobs import JobRow, no_job
 from kvhold.control.pins import PinRow, no_pin
 from kvhold.control.refusals import ControlRefusal
 from kvhold.control.rows import NamespaceFacts
+from kvhold.control.share_history import SharesAnswer
 from kvhold.core.keys import Namespace, Query
+from kvhold.node import NodeClient
 
 Row = TypeVar("Row", PinRow, JobRow)
 
@@ -45,11 +50,30 @@ class TenantApi(ControlApi):
     async def namespace(self, digest: str) -> NamespaceFacts:
         return await super().namespace(await self._whole(digest))
 
+    async def decisions(self, request: str = "") -> DecisionsAnswer:
+        return await self._decisions(request, self._tenant)
+
+    async def held(self) -> HeldAnswer:
+        held = await super().held()
+        return {**held, "rows": [row for row in held["rows"] if row.tenant == self._tenant]}
+
+    async def prompts(self) -> PromptsAnswer:
+        return await self._prompts(self._tenant)
+
+    async def shares(self, by: str = "tenant", since_s: str = "3600") -> SharesAnswer:
+        if by == "client":
+            raise never()
+        return await self._history().read_shares(by, since_s, self._tenant)
+
     async def clear(self, request: ClearOrder) -> ClearAnswer:
         if request.all:
             raise never()
-        namespace = await self._whole(request.namespace)
-        return await super().clear(replace(request, namespace=namespace))
+        if not request.tag:
+            request = replace(request, namespace=await self._whole(request.namespace))
+        return await super().clear(request)
+
+    def _among(self, client: NodeClient) -> frozenset[bytes]:
+        return client.owned(self._tenant)
 
     async def reencode(self, request: ReencodeOrder) -> JobRow:
         namespace = await self._whole(request.namespace)
@@ -77,6 +101,9 @@ class TenantApi(ControlApi):
     async def _prompt(self, order: PromptOrder) -> tuple[Namespace, Query]:
         namespace = await self._whole(order.namespace)
         return await super()._prompt(replace(order, namespace=namespace))
+
+    async def _digest(self, digits: str) -> bytes:
+        return bytes.fromhex(await self._whole(digits))
 
     async def _check_job(self, number: int) -> None:
         if all(row["number"] != number for row in (await self.jobs())["jobs"]):

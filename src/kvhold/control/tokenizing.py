@@ -32,11 +32,7 @@ _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "cha
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a chat.
-
-    role:    such as user
-    content: its text
-    """
+    """role: such as user"""
 
     role: Annotated[str, msgspec.Meta(max_length=100)]
     content: str
@@ -199,7 +195,6 @@ def _parse(entry: str) -> _Entry:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Empty without a file."""
     if not path.exists():
         return {}
     try:

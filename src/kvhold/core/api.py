@@ -7,11 +7,11 @@
         gather(..., reservation.chunks(group=0))
         reservation.commit()                          # visible now; the rest is released
 
-A hit, a lease or a reservation ends with its `with`, or with the holder's connection. An
-*arriving* hit may grow while lower tiers are read; a settled hit is final.
+A hit, a lease or a reservation ends with its `with`, or with the holder's connection. An *arriving*
+hit may grow while lower tiers are read; a settled hit is final.
 
 Any thread. A miss is a shorter hit. A fault or a missed deadline raises a `KVHoldError` and leaves
-nothing behind.
+nothing behind. A node raises NodeError in place of ConfigError.
 """
 
 import time
@@ -29,9 +29,16 @@ from kvhold.core.holdings import ABSENT as ABSENT
 from kvhold.core.holdings import Holding, Lease, Reservation
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, ComputeIntent, Decision
+from kvhold.core.planning import (
+    BlendReport,
+    ComputeCost,
+    ComputeIntent,
+    Decision,
+    LoadedChunks,
+    RequestInfo,
+)
 from kvhold.core.reasons import Reason
-from kvhold.core.status import CacheStatus
+from kvhold.core.status import MEMORY, CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 # Which chunks count as used, for a policy that learns:
@@ -85,6 +92,7 @@ class Found:
     sources:      tokens by place: `ram` or a lower tier's name
     waits:        another engine computes the missing chunks
     announcement: number of the caller's; 0: none
+    loaded:       of a span, from peers
     """
 
     ticket: int
@@ -94,10 +102,11 @@ class Found:
     reason: Reason | None = None
     waits: bool = False
     announcement: int = 0
+    loaded: Sequence[LoadedChunks] = ()
 
 
 class Hit(Holding):
-    """The pinned result of a lookup: the first `num_tokens` tokens of the prompt."""
+    """The pinned first `num_tokens` tokens of a prompt."""
 
     def __init__(
         self,
@@ -110,7 +119,6 @@ class Hit(Holding):
     ) -> None:
         """poll: `(ticket, settle, growth)` -> answer. growth: the next pause ends when
               the hit grows
-        pause: sleep these seconds, or until the hit is complete
         give_back_hit: ends only the hit; `give_back` its announcement, too
         """
         super().__init__(give_back)
@@ -138,6 +146,11 @@ class Hit(Holding):
     def sources(self) -> dict[str, int]:
         """Tokens by place. Their sum is `num_tokens` once the hit is final."""
         return self._found.sources
+
+    @property
+    def loaded(self) -> Sequence[LoadedChunks]:
+        """Of a span: from which peers. Empty while arriving."""
+        return self._found.loaded
 
     @property
     def reason(self) -> Reason | None:
@@ -202,8 +215,8 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
     over_budget: written with a more exact codec than requested
     same:        already encoded as requested
     kept_lossy:  encoded by another lossy codec
-    missing:     deleted or expired since they were listed
-    bad:         failed a check, and were removed
+    missing:     deleted or expired since
+    bad:         failed a check; removed
     unknown:     no registered layout, or no such codec
     failed:      unchanged: the tier failed, or there is no key
     """
@@ -229,8 +242,8 @@ class CopyProgress(msgspec.Struct, frozen=True, array_like=True):
     stopped: why it ended early; else empty
     copied:  the tier has them
     failed:  the tier failed, was full, or declined them
-    dropped: of `copied`, removed from memory; others were in use
-    bytes:   of `copied`, in memory
+    dropped: of `copied`, removed from the source, unless in use
+    bytes:   of `copied`, in the source; to memory, there
     """
 
     done: bool = False
@@ -245,7 +258,7 @@ AnyProgress = TypeVar("AnyProgress", bound=ReencodeProgress | CopyProgress)
 
 
 class CacheJob(Holding, Generic[AnyProgress]):
-    """A running re-encoding or copy. Closing it early stops it."""
+    """A re-encoding or copy. Closing it early stops it."""
 
     def __init__(
         self,
@@ -285,7 +298,6 @@ class RetainAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     number:         to be released; 0: nothing is kept
     num_tokens:     in memory, or kept once they are stored
-    present_tokens: of these, in memory
     """
 
     number: int
@@ -340,6 +352,7 @@ class Cache(Protocol):
         have_tokens: int = 0,
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
+        info: RequestInfo | None = None,
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
@@ -364,7 +377,7 @@ class Cache(Protocol):
         queries: in `Namespace.of_spans`
         wait_s:  as in `lookup`, for all together
 
-        Raises ConfigError (NodeError from a node) for over 256 spans, or exact namespaces.
+        Raises ConfigError for over 256 spans, or exact namespaces.
         """
 
     def report_timing(
@@ -375,19 +388,22 @@ class Cache(Protocol):
         compute_s: float | None,
         deadline_s: float | None = None,
     ) -> None:
-        """Report the timing of a request that was looked up with its `cost`.
+        """The timing of a request that was looked up with its `cost`.
 
         None: nothing was loaded, or computed.
         """
 
+    def report_blend(self, report: BlendReport, *, deadline_s: float | None = None) -> None:
+        """Report a request with spans, for counters and `explain`."""
+
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """The latest decisions about lookups with a `cost`, newest first.
+        """The latest lookups, and samples of earlier ones, newest first.
 
         request: only requests whose names contain it
         """
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Start to load a prompt's chunks from lower tiers into memory."""
+        """Start to load a prompt's chunks into memory."""
 
     def retain(
         self, query: Query, ttl_s: float, *, deadline_s: float | None = None
@@ -416,8 +432,7 @@ class Cache(Protocol):
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Lease | None:
-        """Lease one shard's part of a hit, from chunk `first_chunk` on. Each lease has its own
-        pins.
+        """Lease one shard's part of a hit, from chunk `first_chunk` on, with its own pins.
 
         None: unknown ticket or closed hit.
 
@@ -434,29 +449,37 @@ class Cache(Protocol):
         store_options: StoreOptions = DEFAULT_OPTIONS,
         deadline_s: float | None = None,
     ) -> Reservation:
-        """Reserve memory for the chunks of `names` that are missing and not being written.
+        """Reserve memory for missing chunks of `names` that are not being written.
 
         A chunk gets memory for all missing groups, or for none.
 
         groups: [groups, chunks] bool, the groups of each chunk to be written; None: all
         """
 
-    def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Forget everything, or one namespace, in memory and all writable tiers.
+    def clear(
+        self,
+        namespace: bytes | None = None,
+        *,
+        tier: str = "",
+        deadline_s: float | None = None,
+    ) -> int:
+        """Forget everything, or a namespace and its spans, in memory and all writable tiers.
 
-        Returns the number of chunks in memory.
+        tier: only there; `ram` is memory
+
+        Returns the number of chunks in memory. Raises ConfigError: an unknown or read-only tier, or
+        a shared one that cannot list its chunks.
         """
 
     def clear_prompt(
         self, query: Query, *, only_end: bool = False, deadline_s: float | None = None
     ) -> int:
-        """Forget the chunks of one prompt in memory and in all tiers of this host.
+        """Forget one prompt's chunks in memory and in all tiers of this host.
 
         only_end: keep the part that another prompt in memory continues
 
         Other hosts keep theirs; this one uses no peer's until the namespace is cleared. Leases stay
-        valid. Returns the number of chunks in memory. Raises ConfigError (NodeError from a node)
-        for over 32,768 chunks.
+        valid. Returns the number of chunks in memory. Raises ConfigError for over 32,768 chunks.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -484,21 +507,28 @@ class Cache(Protocol):
         `lossless` replaces a lossy codec where the namespace allows no loss. A lossy codec never
         re-encodes a chunk of another one.
 
-        Raises ConfigError (NodeError from a node): unknown tier or codec; the tier cannot replace
-        values; unknown namespace, unless the codec is `raw` or `lossless` and the tier is not
-        encrypted.
+        Raises ConfigError: unknown tier or codec; the tier cannot replace values; unknown
+        namespace, unless the codec is `raw` or `lossless` and the tier is not encrypted.
         """
 
     def copy(
-        self, tier: str, query: Query, *, drop: bool = False, deadline_s: float | None = None
+        self,
+        tier: str,
+        query: Query | None,
+        *,
+        drop: bool = False,
+        source: str = MEMORY,
+        namespace: bytes = b"",
+        deadline_s: float | None = None,
     ) -> Copying:
-        """Copy a prompt's chunks from memory to a tier, in the background.
+        """Copy a prompt's chunks to a tier, in the background.
 
-        tier: on a node also `host:` and a peer's name
+        tier:      or `ram`; on a node also `host:` and a peer's name
+        query:     None: all chunks of `namespace`, but not to memory or a peer
+        drop:      remove each from the source when the tier has it; from memory, unless in use
+        source:    `ram` or a tier
 
-        drop: remove each from memory when the tier has it, unless it is in use
-
-        Raises ConfigError (NodeError from a node) for an unknown or read-only tier.
+        Raises ConfigError for an unknown or read-only tier.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
@@ -513,7 +543,7 @@ class Cache(Protocol):
     def status(self, *, deadline_s: float | None = None) -> CacheStatus: ...
 
     def close(self) -> None:
-        """Release everything that was held through this object."""
+        """Release everything held through this object."""
 
 
 def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) -> bytes | None:
@@ -535,7 +565,7 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
 def leases_as_they_arrive(
     cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float
 ) -> Iterator[Lease]:
-    """Yield leases on one shard's part of a hit, as its chunks arrive.
+    """Yield leases on a shard's part of a hit, as chunks arrive.
 
     Each is valid until the next is requested. Raises KVHoldError if the hit is lost.
 

@@ -1,6 +1,4 @@
-"""Checksums of chunks in memory: xxh3_64 per layer, as in a raw frame. The writer takes them, each
-reader checks.
-"""
+"""Checksums of chunks in memory: xxh3_64 per layer, as in a raw frame."""
 
 import struct
 from collections.abc import Callable, Sequence

@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from kvhold.core.blend_config import BlendConfig
 from kvhold.core.control_config import ControlConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.events_config import EventsConfig
@@ -29,7 +30,7 @@ MOST_HANDOVER_S = 600.0
 
 _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")
-_INSTALLER = "KVHOLD_SETUP_"  # variables of the installer
+_INSTALLER = "KVHOLD_SETUP_"
 _SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service named kvhold or kvhold-...
 _KUBERNETES = (  # variables that Kubernetes sets for such a Service: name, value
     (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9a-fA-F:.]*")),
@@ -174,7 +175,7 @@ class ListenConfig(LoginConfig):
 
 @dataclass(frozen=True)
 class ServePeersConfig(LoginConfig):
-    """A node that serves its chunks to the nodes of other hosts, or reads theirs."""
+    """A node that serves its chunks to other hosts' nodes, or reads theirs."""
 
     listen: str = setting(
         "",
@@ -390,6 +391,7 @@ class Config:
     client: ClientConfig = field(default_factory=ClientConfig)
     rules: RulesConfig = field(default_factory=RulesConfig)
     hints: HintsConfig = field(default_factory=HintsConfig)
+    blend: BlendConfig = field(default_factory=BlendConfig)
     listen: ListenConfig = field(default_factory=ListenConfig)
     peers: ServePeersConfig = field(default_factory=ServePeersConfig)
     span: SpanConfig = field(default_factory=SpanConfig)

@@ -7,6 +7,9 @@ from kvhold.core.setting import setting, size
 class ControlConfig:
     """The HTTP API of this host's node."""
 
+    in_node: bool = setting(
+        False, "the node starts the API, as a process that it restarts, and that ends with it"
+    )
     listen: str = setting(
         "127.0.0.1:7780",
         "HOST:PORT of the API; beyond the loopback interface, it needs a token, and TLS unless "

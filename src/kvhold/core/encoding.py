@@ -6,7 +6,6 @@ Only equal values of equal types give the same bytes.
 from collections.abc import Sequence
 from typing import TypeAlias, Union
 
-# the recursion needs the quoted form
 Plain: TypeAlias = Union[bool, int, float, str, bytes, Sequence["Plain"], None]  # noqa: UP007
 
 

@@ -1,7 +1,7 @@
 """Learn costs from times: seconds = the sum of cost * quantity.
 
-The fit minimises relative errors. Three measurements in a row that are far off to one side replace
-older ones. Any thread.
+The fit minimises relative errors. Three measurements far off to one side replace older ones. Any
+thread.
 """
 
 import threading
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 _MOST = 48
 _FADING = 0.93  # weight of a measurement relative to the next
-_ALIKE = 0.003  # fits with errors this close are equal
+_ALIKE = 0.003
 _ROUNDS = 8
 _LEAST_ERROR = 1e-3  # smaller relative errors count alike
 _OFF = 2.0

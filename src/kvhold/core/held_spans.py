@@ -40,6 +40,14 @@ class HeldSpans(Holding):
         """Spans may still grow, or appear."""
         return any(hit.arriving for hit in self._hits)
 
+    def hit_of(self, number: int) -> "Hit":
+        """number: of a query, also of a span that is not held"""
+        return self._hits[number]
+
+    def refresh(self) -> None:
+        for hit in self._hits:
+            hit.refresh()
+
     def settle(self) -> None:
         for hit in self._hits:
             hit.settle()

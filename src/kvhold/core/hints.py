@@ -4,6 +4,7 @@ Nothing raises: a bad hint is refused with its field and the reason.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -15,8 +16,8 @@ from kvhold.core.store_options import MAX_TTL_S
 PROTOCOL_VERSION, ACTION_VERSION = "0.1", "1.0"
 MOST_ACTIONS = 16  # per message
 MOST_NAME = 128  # characters
-OWN_FIELDS = ("hints", "session_id", "end_session")
-"""Fields of `kv_transfer_params.kvhold` that are read here, and are no rules."""
+OWN_FIELDS = ("hints", "session_id", "end_session", "spans")
+"""Fields of `kv_transfer_params.kvhold` that are no rules."""
 
 _SUPERSEDED, _TTL = "superseded", "ttl"
 _PROMPT, _SESSION = "prompt", "session"
@@ -54,7 +55,6 @@ class Hint:
     id:               the sender's name; may be empty
     ttl_s:            None: not given
     until_superseded: it ends with the session's next turn
-    of_session:       it is about the session's latest turns
     num_tokens:       of the prompt, from its start; None: all
     tier:             to fetch only from; empty: all
     """
@@ -78,9 +78,7 @@ class Hint:
 
 @dataclass(frozen=True)
 class HintAnswer:
-    """num_tokens: of the prompt, from its start, that the action holds for
-    sources:    of these, by the place that they were found in
-    """
+    """num_tokens: of the prompt, from its start, with the found `sources` by place"""
 
     field: str
     id: str
@@ -103,8 +101,6 @@ class HintAnswer:
 
 @dataclass(frozen=True)
 class RequestHints:
-    """session_id: empty: none"""
-
     hints: tuple[Hint, ...] = ()
     refused: tuple[HintAnswer, ...] = ()
     session_id: str = ""
@@ -134,8 +130,7 @@ def read_hints(envelope: Any, params: Any, session_id: Any = None) -> RequestHin
         read += _own_hints("kv_transfer_params.kvhold.hints", own["hints"])
     session, ends = "", False
     try:
-        session = _name("session_id", session_id)
-        session = _name("kv_transfer_params.kvhold.session_id", own.get("session_id")) or session
+        session = _session(own, session_id)
         ends = _flag("kv_transfer_params.kvhold.end_session", own.get("end_session"))
         if ends and not session:
             raise _BadHint("kv_transfer_params.kvhold.end_session", "it needs a session_id")
@@ -149,6 +144,19 @@ def read_hints(envelope: Any, params: Any, session_id: Any = None) -> RequestHin
         session,
         ends,
     )
+
+
+def session_of(params: Any, session_id: Any = None) -> str:
+    """Empty: none, or a bad one."""
+    own = params.get("kvhold") if isinstance(params, Mapping) else None
+    with suppress(_BadHint):
+        return _session(own if isinstance(own, Mapping) else {}, session_id)
+    return ""
+
+
+def _session(own: Mapping[str, Any], session_id: Any) -> str:
+    session = _name("session_id", session_id)
+    return _name("kv_transfer_params.kvhold.session_id", own.get("session_id")) or session
 
 
 def _check_session(hint: Hint, session_id: str) -> Hint | HintAnswer:

@@ -74,7 +74,7 @@ class Holding:
 class Lease(Holding):
     """One shard's part of a hit. Read only; it does not move until the lease is closed.
 
-    `memory.copy` compares checksums; a direct reader must call `verify` before using the bytes.
+    `memory.copy` compares checksums; a direct reader must call `verify` first.
     """
 
     def __init__(

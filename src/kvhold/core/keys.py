@@ -27,6 +27,7 @@ from kvhold.core.encoding import Plain, canonical
 from kvhold.core.layout import Layout
 from kvhold.core.naming import NO_FACTS, Facts, pack
 from kvhold.core.store_options import StoreOptions
+from kvhold.core.tags import tag_digests
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
@@ -37,9 +38,9 @@ _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
-_LOSS_BIT = 1  # of the digest's last byte
-_SPANS = "spans-1"  # `Namespace.hashing`
-TENANT = "tenant"  # the tag that names the KV's owner
+_PERSON_OF_SPANS = b"kvhold-spans-1"
+_LOSS_BIT, _SPANS_BIT = 1, 2  # of the digest's last byte
+TENANT = "tenant"
 _MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"  # tags
 
 
@@ -48,7 +49,6 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
 
     hashes:      HASH_BYTES per chunk
     tail_tokens: length of a final tail, else 0
-    first_token: position in the prompt
     parent:      hash of the preceding chunk, or empty
     """
 
@@ -77,8 +77,9 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_hashes:  shortest tail first
     tail_lengths: in tokens
     tenant:       owner of the KV, for encrypted tiers
-    only:         shards that the hit needs, in order; empty: all
+    only:         shards, in order; empty: all
     tier:         the only one read; empty: all
+    tags:         of the namespace (`core.tags.tag_digests`); empty: none, or unknown
     """
 
     namespace: bytes
@@ -90,6 +91,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
     only: tuple[int, ...] = ()
     tier: str = ""
+    tags: bytes = b""
 
     @property
     def shard_numbers(self) -> Sequence[int]:
@@ -124,7 +126,7 @@ class Namespace:
     shards:     parallel ranks that hold different KV
     cache_salt: text that separates callers
     facts:      see `core.naming`
-    title:      for people; not in the digest
+    title:      not in the digest
     """
 
     model: str
@@ -138,6 +140,7 @@ class Namespace:
     tags: tuple[tuple[str, str], ...] = ()
     hashing: str = "tokens-1"
     facts: Facts = NO_FACTS
+    is_of_spans: bool = False
     title: str = field(default="", compare=False)
 
     @cached_property
@@ -161,10 +164,10 @@ class Namespace:
             self.facts.digest,
         ]
         digest = bytearray(blake2b(canonical(parts), digest_size=NAMESPACE_BYTES).digest())
-        digest[-1] &= ~_LOSS_BIT
-        if self.is_of_spans or any(name in (_MAX_ERROR, _MAX_BITS) for name, _ in self.tags):
+        digest[-1] &= ~(_LOSS_BIT | _SPANS_BIT)
+        if any(name in (_MAX_ERROR, _MAX_BITS) for name, _ in self.tags):
             digest[-1] |= _LOSS_BIT
-        return bytes(digest)
+        return spans_of(bytes(digest)) if self.is_of_spans else bytes(digest)
 
     @cached_property
     def description(self) -> bytes:
@@ -176,6 +179,7 @@ class Namespace:
             name: repr(getattr(self, name))
             for name in ("model", "revision", "dtype", "quantization", "shards", "lora", "hashing")
         }
+        shown |= {"spans": "True"} if self.is_of_spans else {}
         shown |= {f"tag.{name}": repr(value) for name, value in self.tags if name != TENANT}
         shown |= {
             name: "set"
@@ -197,14 +201,10 @@ class Namespace:
     def tenant(self) -> str:
         return dict(self.tags).get(TENANT, "")
 
-    @property
-    def is_of_spans(self) -> bool:
-        return self.hashing == _SPANS
-
     @cached_property
     def of_spans(self) -> "Namespace":
         """Of this model's spans: approximate, and never found by a prompt's lookup."""
-        return replace(self, hashing=_SPANS)
+        return replace(self, is_of_spans=True)
 
     def narrowed(
         self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()
@@ -375,6 +375,7 @@ class _Text(ABC):
             self.tails,
             self.tail_lengths,
             space.tenant,
+            tags=tag_digests(space.tags),
         )
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
@@ -544,6 +545,22 @@ def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> byt
 def allows_loss(key: bytes) -> bool:
     """key: may be a namespace's digest"""
     return bool(key[NAMESPACE_BYTES - 1] & _LOSS_BIT)
+
+
+def spans_of(namespace: bytes) -> bytes:
+    """The digest of `Namespace.of_spans`. namespace: a digest"""
+    if is_span(namespace):
+        return namespace
+    digest = bytearray(
+        blake2b(namespace, digest_size=NAMESPACE_BYTES, person=_PERSON_OF_SPANS).digest()
+    )
+    digest[-1] |= _LOSS_BIT | _SPANS_BIT
+    return bytes(digest)
+
+
+def is_span(key: bytes) -> bool:
+    """key: may be a namespace's digest"""
+    return key[NAMESPACE_BYTES - 1] & (_LOSS_BIT | _SPANS_BIT) == _LOSS_BIT | _SPANS_BIT
 
 
 def split_hashes(hashes: bytes) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """An unknown name or label raises KeyError.
 
-One thread writes. Another may `add` only if it keeps the GIL during both dictionary steps.
+One thread writes. Another may `add` only while it keeps the GIL.
 """
 
 from bisect import bisect_left
@@ -79,8 +79,6 @@ class Metrics:
 
 
 class _Shown:
-    """Names of a value in a status, made once."""
-
     __slots__ = ("count_name", "labels", "metric", "name", "sum_name")
 
     def __init__(self, metric: Metric, labels: tuple[str, ...]) -> None:

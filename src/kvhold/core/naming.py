@@ -1,7 +1,7 @@
 """Facts: the named parts of a namespace, for comparisons.
 
-Every field of a configuration is a fact unless a table lists it as harmless: an unknown field costs
-a miss, never wrong KV.
+Every field of a configuration is a fact unless a table lists it as harmless: an unknown one only
+costs a miss.
 """
 
 import dataclasses

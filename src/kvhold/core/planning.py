@@ -4,7 +4,7 @@ An unknown cost counts as 0, so that it is tried and measured.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -21,7 +21,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 MOST_NAME = 200
+MOST_SPANS = 256
+_MOST_PLACES = 16
+MOST_NOTE = 1000
 
+_Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 _Wait = Annotated[float, msgspec.Meta(ge=0, le=MOST_HANDOVER_S)]
 
 
@@ -33,7 +37,7 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
     pair_s:          for the attention of one token to one earlier token
     """
 
-    request: Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
+    request: _Name
     num_tokens: _Count
     computed_tokens: _Count = 0
     step_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1 << 40
@@ -51,7 +55,6 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
 class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
     """For chunks of a prefill engine.
 
-    timeout_s: the longest wait
     grace_s:   the longest wait until the other engine announces them
     """
 
@@ -62,11 +65,11 @@ class HandoverWait(msgspec.Struct, frozen=True, array_like=True):
 class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
     """For missing chunks.
 
-    waits:     it may wait for another engine's computing, if this is faster
-    announces: it will compute and store them now, so others may wait
+    waits:     it may wait for another engine, if this is faster
+    announces: it computes and stores them now; others may wait
     handover:  another engine computes them for it
-    keep_s:    memory keeps the prompt until another engine has read it, or for this time after the
-               last chunk was stored; 0: it is not handed over
+    keep_s:    memory keeps the prompt until another engine has read it, or so long after the last
+               store; 0: it is not handed over
     """
 
     cost: ComputeCost
@@ -74,6 +77,15 @@ class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
     announces: bool = True
     handover: HandoverWait | None = None
     keep_s: _Wait = 0.0
+
+
+class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
+    """As in `ComputeCost`. Empty or 0: unknown"""
+
+    request: _Name = ""
+    session: _Name = ""
+    num_tokens: _Count = 0
+    computed_tokens: _Count = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class LoadedChunks(msgspec.Struct, frozen=True):
-    """chunks: runs of chunks of one peer, [first, last]; the last run may be incomplete
+    """chunks: runs of one peer's chunks, [first, last]; the last run may be incomplete
     seconds: from the first request to the last answer
     """
 
@@ -109,9 +121,46 @@ class LoadedChunks(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class SpanReport(msgspec.Struct, frozen=True):
+    """A span of a request, from token `start` to before `end`.
+
+    sources:  tokens found, by place
+    loaded:   from peers
+    missing:  why not all were found; empty: all were
+    is_alone: it was computed alone, as a prompt of its own
+    """
+
+    start: _Count
+    end: _Count
+    sources: Annotated[dict[str, int], msgspec.Meta(max_length=_MOST_PLACES)] = {}
+    loaded: Annotated[list[LoadedChunks], msgspec.Meta(max_length=_MOST_PLACES)] = []
+    missing: Annotated[str, msgspec.Meta(max_length=MOST_NOTE)] = ""
+    is_alone: bool = False
+
+
+class BlendReport(msgspec.Struct, frozen=True):
+    """A request with spans. Its tokens have exact, reused (approximate) or recomputed KV.
+
+    result: a canary is computed in full
+    note:   why it was refused; a canary's drift
+    """
+
+    request: Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
+    result: Literal["blended", "canary", "refused"]
+    num_tokens: _Count
+    exact_tokens: _Count = 0
+    reused_tokens: _Count = 0
+    recomputed_tokens: _Count = 0
+    selector: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] = ""
+    note: Annotated[str, msgspec.Meta(max_length=MOST_NOTE)] = ""
+    spans: Annotated[list[SpanReport], msgspec.Meta(max_length=MOST_SPANS)] = []
+
+
 class Decision(msgspec.Struct, frozen=True):
-    """missing: why the hit ends, in words; empty: it does not, or still waits
+    """alternatives: empty: not planned
+    missing: why the hit ends, in words; empty: it does not, or still waits
     load_s, compute_s: measured; None: none, or unknown
+    reason: empty: not known yet
     """
 
     request: str
@@ -128,6 +177,12 @@ class Decision(msgspec.Struct, frozen=True):
     compute_s: float | None = None
     missing: str = ""
     loaded: list[LoadedChunks] = []
+    blend: BlendReport | None = None
+    client: str = ""
+    tenant: str = ""
+    session: str = ""
+    namespace: str = ""
+    reason: str = ""
 
 
 def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:

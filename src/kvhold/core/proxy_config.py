@@ -30,6 +30,13 @@ class ProxyConfig:
         "of bytes, which is the most that it can have in tokens",
         minimum=0,
     )
+    skip_answered_s: float = setting(
+        300.0,
+        "for this time after a decode engine's answer, prompts that go on from the answered one "
+        "with fewer than min_prefill_tokens tokens (4 bytes of text each) go to a decode engine "
+        "alone; 0: never, for decode engines that share no KV",
+        minimum=0,
+    )
     session_header: str = setting(
         "X-Session-ID",
         "header that names the session of a request; without it, the fields session_id, "

@@ -23,7 +23,6 @@ class StoredBlocks(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockSt
     token_ids:         of all blocks
     medium:            CPU or STORAGE
     extra_keys:        per block, its hash covers these beside the tokens
-    locality:          LOCAL: on this node's host
     """
 
     block_hashes: list[BlockHash]

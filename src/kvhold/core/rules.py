@@ -9,6 +9,7 @@ from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import TENANT, budget_tags
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_BITS, MAX_TTL_S, StoreOptions
+from kvhold.core.tags import tag_digests
 
 _NAMES = (
     "store",
@@ -20,13 +21,13 @@ _NAMES = (
     "max_bits",
     "tags",
 )
-_MOST_QUOTED = 100  # characters of a request in an error
+_MOST_QUOTED = 100
 
 
 @dataclass(frozen=True)
 class RequestRules:
     """plan: load only where loading is faster than computing
-    tags: the request's tags and its budget for loss, parts of the namespace
+    tags: with its budget for loss; parts of the namespace
     wait_for_computing: wait for chunks that another engine computes
     """
 
@@ -59,7 +60,11 @@ def request_rules(asked: Any, settings: RulesConfig) -> RequestRules:
     ttl_s = _least(asked, "ttl_s", settings.ttl_s or None, most=MAX_TTL_S)
     try:
         store_options = StoreOptions(
-            ttl_s=ttl_s, max_error=max_error, max_bits=max_bits, tenant=tags.get(TENANT, "")
+            ttl_s=ttl_s,
+            max_error=max_error,
+            max_bits=max_bits,
+            tenant=tags.get(TENANT, ""),
+            tags=tag_digests(tags.items()),
         )
     except ValueError as error:
         raise ConfigError(f"kvhold: {error}") from None
@@ -91,7 +96,8 @@ def store_options_of(tags: Iterable[tuple[str, str]]) -> StoreOptions | None:
             for name in ("max_error", "max_bits")
             if f"kvhold.{name}" in named
         }
-        return StoreOptions(tenant=named.get(TENANT, ""), **budget)
+        digests = tag_digests(named.items())
+        return StoreOptions(tenant=named.get(TENANT, ""), tags=digests, **budget)
     except ValueError:
         return None
 

@@ -94,6 +94,8 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
     elif kind == tuple[str, ...]:
         is_table = rules.get("pairs") and isinstance(value, Mapping)
         value = _as_pairs(value) if is_table else _as_lines(value)
+    elif kind == tuple[int, ...]:
+        value = _as_ids(value)
     elif kind is str and not isinstance(value, str):
         raise ValueError("must be text")
     for item in value if isinstance(value, tuple) else (value,):
@@ -146,6 +148,16 @@ def _as_line(item: Any, number: int) -> str:
     raise ValueError(
         f"item {number} is neither text without spaces (write %20 in a URL) nor a table with a url"
     )
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    items = value.split() if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise ValueError("must be a list of whole numbers, or text with spaces between them")
+    numbers = tuple(int(_as_number(item, int)) for item in items)
+    if any(number < 0 for number in numbers):
+        raise ValueError("no number may be negative")
+    return numbers
 
 
 def _as_bool(value: Any) -> bool:

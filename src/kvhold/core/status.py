@@ -13,6 +13,9 @@ import msgspec
 
 from kvhold.core.errors import ProtocolError
 
+MEMORY = "ram"
+"""In the place of a tier's name."""
+
 
 class HeldStatus(TypedDict):
     """tickets:      hits
@@ -191,6 +194,23 @@ class TiersStatus(TypedDict, total=False):
     tier_counters: dict[str, float]
 
 
+class ActivityStatus(TypedDict):
+    """Lookups of a namespace or a tenant.
+
+    namespace:     digest; empty: of a tenant
+    tenant:        empty: none, several, or unknown
+    lookups:       number
+    lookup_tokens: looked up
+    hit_tokens:    found
+    """
+
+    namespace: str
+    tenant: str
+    lookups: int
+    lookup_tokens: int
+    hit_tokens: int
+
+
 class StateStatus(TypedDict):
     """The state machine of a cache.
 
@@ -206,6 +226,8 @@ class StateStatus(TypedDict):
     reencodings:      running and waiting
     write_behind:     chunks on their way to tiers
     namespaces:       used bytes, by digest
+    busiest_namespaces: the 16 that lately looked up most tokens
+    busiest_tenants:  the same
     held:             holdings of callers
     counters:         metrics of the cache, and of its node
     """
@@ -222,6 +244,8 @@ class StateStatus(TypedDict):
     reencodings: int
     write_behind: WriteBehindStatus
     namespaces: dict[str, int]
+    busiest_namespaces: list[ActivityStatus]
+    busiest_tenants: list[ActivityStatus]
     held: HeldStatus
     counters: dict[str, float]
 
@@ -369,7 +393,31 @@ class NodeEventsStatus(TypedDict, total=False):
     router_events: RouterEventsStatus
 
 
-class NodeStatus(CacheStatus, NodePeersStatus, NodeEventsStatus):
+class ControlProcessStatus(TypedDict):
+    """The API that the node started.
+
+    pid:        0: it does not run now
+    address:    where it listens; empty: it does not yet
+    restarts:   number
+    last_fault: how it ended; empty: it never did
+    """
+
+    pid: int
+    address: str
+    restarts: int
+    last_fault: str
+
+
+class NodeControlStatus(TypedDict, total=False):
+    """Absent without `control.in_node`.
+
+    control: the API
+    """
+
+    control: ControlProcessStatus
+
+
+class NodeStatus(CacheStatus, NodePeersStatus, NodeEventsStatus, NodeControlStatus):
     """version:        of kvhold
     protocol:       its version, between nodes and clients
     pid:            of its process

@@ -1,5 +1,5 @@
-"""The tracer's contract; `node.tracing` implements it. Without a tracer nothing is recorded, and
-OpenTelemetry is not imported.
+"""The tracer's contract; `node.tracing` implements it. Without a tracer, OpenTelemetry is not
+imported.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Digests of weights, equal on every host. Every file but `HARMLESS_FILES` is hashed whole (xxh3,
-128 bits). Digests are kept in the user's cache folder, by path, size, times and inode, and count
-only if undamaged and this user's.
+128 bits). Digests are kept in the user's cache folder, by path, size, times and inode; damaged or
+another user's do not count.
 """
 
 import logging

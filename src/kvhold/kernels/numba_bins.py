@@ -1,7 +1,7 @@
 """Quantise a plane of a layer, [tokens, width], finite, to few bins and back, compiled.
 
 A bin is number / step, rounded. A deviation is a bin minus the bin of the channel's mean. A symbol
-is a deviation as one byte, or ESCAPE; then the bin is an exception (docs/format.md).
+is a deviation as one byte, or ESCAPE (docs/format.md).
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -154,8 +154,6 @@ def _check_bounds(bounds: Counts, width: int) -> None:
         and bool((np.diff(bounds) > 0).all())
     )
 
-
-# --- compiled -------------------------------------------------------------------------------------
 
 _UINTS = (types.uint16, types.uint32)
 _u8s, _i8s, _i16s, _f32s, _f64s, _i64s = (

@@ -118,8 +118,6 @@ def _forget_pool() -> None:
 os.register_at_fork(after_in_child=_forget_pool)
 
 
-# --- compiled -------------------------------------------------------------------------------------
-
 _BYTE = ir.IntType(8).as_pointer()
 _LINE = ir.VectorType(ir.IntType(64), LINE // 8)
 
@@ -152,8 +150,6 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic
 def _stream_line(_: Any, to: Any, source: Any) -> Any:
-    """to: a multiple of LINE."""
-
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, origin = args
         line = builder.load(builder.inttoptr(origin, _LINE.as_pointer()), align=1)

@@ -22,7 +22,7 @@ from kvhold.kernels.numba_floats import (
     store,
 )
 
-GROUP = 32  # as in KIVI
+GROUP = 32
 
 
 def packed_width(width: int, bits: int) -> int:
@@ -84,8 +84,6 @@ def _check_rows(elements: Elements, head_dim: int, bits: int, ends: Elements, co
     )
     assert codes.shape == (tokens, packed_width(width, bits)) and elements.dtype == ends.dtype
 
-
-# --- compiled -------------------------------------------------------------------------------------
 
 _UINTS = (types.uint16, types.uint32)
 _HALF = np.float32(0.5)

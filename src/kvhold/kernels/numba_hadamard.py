@@ -75,8 +75,6 @@ _UPPER = np.array([0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.732
 LEVELS = np.concatenate([_UPPER, -_UPPER])
 
 
-# --- compiled -------------------------------------------------------------------------------------
-
 _UINTS = (types.uint16, types.uint32)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)

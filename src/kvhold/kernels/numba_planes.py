@@ -1,6 +1,6 @@
 """Decode a plane of `codecs/cachegen.py` in one compiled call.
 
-The bytes are not trusted: every read is checked, and memory is bounded.
+The bytes are not trusted.
 """
 
 from typing import Any, NamedTuple
@@ -73,8 +73,6 @@ def restore(
         )
     )
 
-
-# --- compiled -------------------------------------------------------------------------------------
 
 _UINTS = (types.uint16, types.uint32)
 _u8r, _f32r, _i64r = (readonly(kind) for kind in (types.uint8, types.float32, types.int64))

@@ -83,8 +83,6 @@ def _check_int8(elements: Elements, head_dim: int, run: int, codes: Codes, large
     )
 
 
-# --- compiled -------------------------------------------------------------------------------------
-
 _SMALL = np.float32(2.0**-60)  # a smaller scale's inverse may overflow
 _UP = np.float32(2.0**64)
 _STEPS = np.float32(127)

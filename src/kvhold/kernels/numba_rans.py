@@ -117,8 +117,6 @@ def decode(
     return bool(_decode(words, counts, freq, WIDE if wide is None else wide, out))
 
 
-# --- compiled -------------------------------------------------------------------------------------
-
 _NO_BIAS: Bytes = np.zeros(0, np.uint8)
 _LOW = 1 << 16
 

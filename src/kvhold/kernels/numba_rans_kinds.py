@@ -80,8 +80,6 @@ def _check(kinds: Bytes, freq: Frequencies, symbols: Bytes, width: int) -> None:
     assert int(kinds.max(initial=0)) < freq.shape[0]
 
 
-# --- compiled -------------------------------------------------------------------------------------
-
 _LOW = 1 << 16
 
 _u1 = np.uint64(1)

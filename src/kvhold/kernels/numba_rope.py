@@ -78,8 +78,6 @@ def _flat(part: Any) -> Any:
     return as_strided(part, (extent,), (size,), writeable=part.flags.writeable)
 
 
-# --- compiled -------------------------------------------------------------------------------------
-
 # unsigned indices cannot be negative, so the loops vectorise
 _U = np.uint64
 _HALF_BITS = np.uint32(16)

@@ -1,6 +1,6 @@
 """On a GPU: one launch for all runs, layers and planes, on the current stream.
 
-With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
+With TRITON_INTERPRET=1 at import, this and other kernels run on host memory.
 """
 
 from contextlib import AbstractContextManager, nullcontext

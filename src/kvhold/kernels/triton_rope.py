@@ -1,7 +1,4 @@
-"""As `reference_rope.py`, on a GPU, on the current stream.
-
-With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
-"""
+"""As `reference_rope.py`, on a GPU, on the current stream."""
 
 from contextlib import nullcontext
 from itertools import product

@@ -1,7 +1,4 @@
-"""XXH3-64 on a GPU, on the current stream.
-
-With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
-"""
+"""XXH3-64 on a GPU, on the current stream."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -68,9 +65,7 @@ def _launch(
 
 @cache
 def _constants(device: str) -> torch.Tensor:
-    """Words: 0 the secret, 24 for scrambling, 32 for the last stripe, 40 for merging, 48 the start,
-    56 the primes.
-    """
+    """Words: 0 secret, 24 scrambling, 32 last stripe, 40 merging, 48 start, 56 primes."""
     words = np.array(
         (
             *xxh3.words_of_secret(0, 23),

@@ -19,7 +19,7 @@ Tensor: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Coding:
-    """The 8-bit form of a row: `elements` codes (int8), then a scale (float32) for each run.
+    """A row of 8 bits: `elements` codes (int8), then a scale (float32) for each run.
 
     A scale is the largest magnitude of its run: infinity or NaN if an element is not finite.
     """

@@ -22,7 +22,7 @@ PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 # takes 1 ms; malloc and mmap wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
-_KEEP_FREE = 256 << 20  # bytes that stay free
+_KEEP_FREE = 256 << 20
 
 # mmap.madvise holds the GIL while the kernel clears pages
 _madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -1,4 +1,4 @@
-"""Copies must be ordered with the engine's work. A delayed stream shows it at start."""
+"""A delayed stream shows whether copies are ordered with the engine's work."""
 
 from collections.abc import Callable
 from typing import Protocol

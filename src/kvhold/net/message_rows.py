@@ -1,6 +1,12 @@
-"""Rows of answers to operators."""
+"""The base of messages, and rows of answers to operators."""
 
 import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    @property
+    def operation(self) -> str:
+        return type(self).__name__.lower()
 
 
 class KnownSpace(msgspec.Struct, frozen=True, array_like=True):

@@ -20,27 +20,38 @@ from kvhold.core.api import (
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
-from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
+from kvhold.core.planning import (
+    MOST_NAME,
+    BlendReport,
+    ComputeCost,
+    ComputeIntent,
+    Decision,
+    LoadedChunks,
+    RequestInfo,
+)
 from kvhold.core.reasons import Reason
 from kvhold.core.router_events import ChunkDescription
+from kvhold.core.status import MEMORY
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_TENANT, MAX_TTL_S, StoreOptions
+from kvhold.core.tags import TAG_BYTES
 from kvhold.core.tracing import TraceContext
 from kvhold.net.message_rows import ClientInfo as ClientInfo
 from kvhold.net.message_rows import KnownSpace as KnownSpace
+from kvhold.net.message_rows import Message as Message
 from kvhold.net.message_rows import MetricSample as MetricSample
+from kvhold.net.usage_messages import HeldRows as HeldRows
+from kvhold.net.usage_messages import ListShares as ListShares
+from kvhold.net.usage_messages import ListWorths as ListWorths
+from kvhold.net.usage_messages import MeasureHeld as MeasureHeld
+from kvhold.net.usage_messages import ShareRows as ShareRows
+from kvhold.net.usage_messages import WorthRows as WorthRows
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
 
 _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    @property
-    def operation(self) -> str:
-        return type(self).__name__.lower()
 
 
 class Hello(Message, frozen=True):
@@ -83,10 +94,7 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """-> LookupAnswer
-
-    trace: parent of the spans of reads from tiers; empty: none
-    """
+    """-> LookupAnswer"""
 
     query: Query
     cost: ComputeCost | None = None
@@ -94,10 +102,11 @@ class Lookup(Message, frozen=True):
     uses: Uses = "all"
     intent: ComputeIntent | None = None
     trace: TraceContext = ""
+    info: RequestInfo | None = None
 
 
 class LookupAnswer(Message, frozen=True):
-    """A pinned hit. `sources`, `reason` and `announcement` are set when it is final.
+    """A pinned hit. `sources`, `reason`, `announcement` and `loaded` are set when it is final.
 
     arriving:     it may still grow; ask again with Refresh
     waits:        another engine computes missing chunks
@@ -108,33 +117,18 @@ class LookupAnswer(Message, frozen=True):
     ticket: int
     num_tokens: int
     arriving: bool = False
-    sources: dict[str, int] = {}
+    sources: dict[str, int] = msgspec.field(default_factory=dict)
     reason: Reason | None = None
     waits: bool = False
     announcement: int = 0
+    loaded: list[LoadedChunks] = msgspec.field(default_factory=list)
 
     @classmethod
     def of(cls, found: Found) -> "LookupAnswer":
-        return cls(
-            found.ticket,
-            found.num_tokens,
-            found.arriving,
-            found.sources,
-            found.reason,
-            found.waits,
-            found.announcement,
-        )
+        return cls(*(getattr(found, name) for name in cls.__struct_fields__))
 
     def found(self) -> Found:
-        return Found(
-            self.ticket,
-            self.num_tokens,
-            self.arriving,
-            self.sources,
-            self.reason,
-            self.waits,
-            self.announcement,
-        )
+        return Found(*msgspec.structs.astuple(self))
 
 
 class LookupSpans(Message, frozen=True):
@@ -169,10 +163,15 @@ class Timing(Message, frozen=True):
     compute_s: float | None
 
 
+class ReportBlend(Message, frozen=True):
+    report: BlendReport
+
+
 class Explain(Message, frozen=True):
-    """-> Explained"""
+    """tenant: empty: all. -> Explained"""
 
     request: _Name
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
 
 
 class Explained(Message, frozen=True):
@@ -194,15 +193,19 @@ class Named(Message, frozen=True):
 
 
 class ListOwned(Message, frozen=True):
-    """Namespaces with only this tenant. -> Owned"""
+    """Namespaces with only this tenant, or with this tag (its digest). -> Owned"""
 
-    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TENANT)]
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)]
+    tag: Annotated[bytes, msgspec.Meta(max_length=TAG_BYTES)] = b""
 
 
 class Owned(Message, frozen=True):
-    """digests: joined"""
+    """digests: joined. The others: see `TagClear`"""
 
     digests: bytes
+    unknown: int = 0
+    forgotten: int = 0
+    since_s: float | None = None
 
 
 class MeasureTenants(Message, frozen=True):
@@ -316,10 +319,12 @@ class Clear(Message, frozen=True):
     """namespace: None: everything. -> Done, count: removed chunks
 
     at_ns: time of another host's clear; 0: own
+    tier:  only it, or `ram`; empty: all
     """
 
     namespace: bytes | None
     at_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    tier: str = ""
 
 
 class ClearPrompt(Message, frozen=True):
@@ -352,14 +357,13 @@ class Reencode(Message, frozen=True):
 
 
 class Copy(Message, frozen=True):
-    """-> CopyStatus
-
-    drop: remove chunks from memory when the tier has them
-    """
+    """-> CopyStatus. See `Cache.copy`"""
 
     tier: str
-    query: Query
+    query: Query | None
     drop: bool = False
+    source: str = MEMORY
+    namespace: bytes = b""
 
 
 class Progress(Message, frozen=True):
@@ -436,7 +440,7 @@ class Report(Message, frozen=True):
 class ChangeSettings(Message, frozen=True):
     """-> Report: each setting that may change"""
 
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class FindLayout(Message, frozen=True):
@@ -525,10 +529,14 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     LookupSpans,
     Refresh,
     Timing,
+    ReportBlend,
     Explain,
     ListNamespaces,
     ListOwned,
     MeasureTenants,
+    MeasureHeld,
+    ListShares,
+    ListWorths,
     Prefetch,
     Retain,
     Demote,
@@ -567,6 +575,9 @@ Answer = Union[  # noqa: UP007
     Named,
     Owned,
     TenantBytes,
+    HeldRows,
+    ShareRows,
+    WorthRows,
     Retained,
     Demoted,
     Leased,

@@ -12,6 +12,8 @@ from kvhold.net.remote_memory import ChannelFault, ReadPiece
 
 MISSING = "the package nixl is not installed: pip install 'kvhold[nixl]'"
 _BACKEND = "UCX"
+_WORKERS = 1
+_PROGRESS_US = 1000  # with 0, its thread spins
 # the wheels, by CUDA version
 _WHEELS = ("nixl_cu13", "nixl_cu12")
 
@@ -21,33 +23,31 @@ def is_installed() -> bool:
 
 
 class NixlAgent:
+    """Two agents: UCX locks a worker with spinlocks, so the thread that serves others' reads has
+    its own.
+    """
+
     def __init__(self) -> None:
         """Raises ChannelFault, or an exception of NIXL."""
-        self._nixl = nixl = _bindings()
-        config = nixl.nixlAgentConfig(True, False, 0, nixl.NIXL_THREAD_SYNC_STRICT)
-        self._agent: Any = nixl.nixlAgent(f"kvhold-{getrandbits(64):016x}", config)
-        if _BACKEND not in self._agent.getAvailPlugins():
-            raise ChannelFault(f"NIXL has no plugin {_BACKEND}")
-        self._backends = [self._agent.createBackend(_BACKEND, {})]
-        self._registered: list[Any] = []
+        self._nixl = _bindings()
+        self._lender = _Part(self._nixl, has_thread=True)
+        self._reader = _Part(self._nixl, has_thread=False)
 
     def register(self, address: int, nbytes: int) -> None:
-        nixl = self._nixl
-        memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, nbytes, 0, "")])
-        self._agent.registerMem(memory, self._backends)
-        self._registered.append(memory)
+        for part in (self._lender, self._reader):
+            part.register(address, nbytes)
 
     def metadata(self) -> bytes:
-        return bytes(self._agent.getLocalMD())
+        return bytes(self._lender.agent.getLocalMD())
 
     def add_remote(self, metadata: bytes) -> str:
-        return bytes(self._agent.loadRemoteMD(metadata)).decode()
+        return bytes(self._reader.agent.loadRemoteMD(metadata)).decode()
 
     def remove_remote(self, name: str) -> None:
-        self._agent.invalidateRemoteMD(name)
+        self._reader.agent.invalidateRemoteMD(name)
 
     def begin_read(self, name: str, pieces: Sequence[ReadPiece]) -> int:
-        nixl = self._nixl
+        nixl, reader = self._nixl, self._reader
         here, there = (
             nixl.nixlXferDList(nixl.DRAM_SEG, np.array(rows, np.uint64))
             for rows in (
@@ -55,21 +55,51 @@ class NixlAgent:
                 [(piece.there, piece.nbytes, 0) for piece in pieces],
             )
         )
-        read: int = self._agent.createXferReq(nixl.NIXL_READ, here, there, name, "", self._backends)
-        self._agent.postXferReq(read)
+        read: int = reader.agent.createXferReq(
+            nixl.NIXL_READ, here, there, name, "", reader.backends
+        )
+        reader.agent.postXferReq(read)
         return read
 
     def is_done(self, read: int) -> bool:
-        return bool(self._agent.getXferStatus(read) == self._nixl.NIXL_SUCCESS)
+        return bool(self._reader.agent.getXferStatus(read) == self._nixl.NIXL_SUCCESS)
+
+    def progress(self) -> None:
+        self._reader.agent.getNotifs({}, self._reader.backends)
 
     def end_read(self, read: int) -> None:
-        self._agent.releaseXferReq(read)
+        self._reader.agent.releaseXferReq(read)
+
+    def close(self) -> None:
+        for part in (self._reader, self._lender):
+            part.close()
+
+
+class _Part:
+    """has_thread: makes progress by itself; else only in calls."""
+
+    def __init__(self, nixl: Any, *, has_thread: bool) -> None:
+        self._nixl = nixl
+        config = nixl.nixlAgentConfig(
+            has_thread, False, 0, nixl.NIXL_THREAD_SYNC_STRICT, _WORKERS, _PROGRESS_US
+        )
+        self.agent: Any = nixl.nixlAgent(f"kvhold-{getrandbits(64):016x}", config)
+        if _BACKEND not in self.agent.getAvailPlugins():
+            raise ChannelFault(f"NIXL has no plugin {_BACKEND}")
+        self.backends = [self.agent.createBackend(_BACKEND, {})]
+        self._registered: list[Any] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        nixl = self._nixl
+        memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, nbytes, 0, "")])
+        self.agent.registerMem(memory, self.backends)
+        self._registered.append(memory)
 
     def close(self) -> None:
         for memory in self._registered:
-            self._agent.deregisterMem(memory, self._backends)
+            self.agent.deregisterMem(memory, self.backends)
         self._registered.clear()
-        self._agent = None
+        self.agent = None
 
 
 def _bindings() -> Any:

@@ -1,7 +1,7 @@
 """Reads the memory of other processes into this one's, by an agent such as NIXL's.
 
 One thread makes all calls of the agent. A read may write until `read` ends, also if it was given
-up. Bytes are not checked here.
+up.
 """
 
 import asyncio
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 SAMPLE_BYTES = 4 << 20
 MOST_METADATA_BYTES = 64 << 10
 _POLL_S = 0.0001
+_MOST_POLL_S = 0.001
+_POLLS = 16  # the pause is this part of the read's age
 # for other parts of a failed read
 _LINGER_S = 0.5
 _CLOSE_S = 5.0
@@ -63,6 +65,9 @@ class Agent(Protocol):
     def is_done(self, read: Any) -> bool:
         """Raises if the read has failed."""
 
+    def progress(self) -> None:
+        """Let other parts of a failed read end."""
+
     def end_read(self, read: Any) -> None: ...
 
     def close(self) -> None:
@@ -70,7 +75,8 @@ class Agent(Protocol):
 
 
 def address_of(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ class RemoteMemory:
         self._linger_s = linger_s
         self._names: set[str] = set()
         self._reads: list[_Read] = []
+        self._began_s = 0.0
         self._removals: list[str] = []
         self._queue: SimpleQueue[_Call | _Read | _Removal | None] = SimpleQueue()
         self._lock = threading.Lock()  # else a call may be queued after the end
@@ -276,28 +283,34 @@ class RemoteMemory:
     def _work(self, agent: Agent) -> None:
         is_ending = False
         while True:
-            must_wait = not self._reads
-            while not is_ending:
-                try:
-                    item = self._queue.get(block=must_wait)
-                except Empty:
-                    break
-                must_wait = False
-                if item is None:
-                    is_ending = True
-                else:
-                    self._begin(agent, item)
+            if is_ending:
+                time.sleep(self._poll_s())
+            else:
+                is_ending = self._take_item(agent)
             self._reads = [read for read in self._reads if not self._has_ended(agent, read)]
             busy = {read.name for read in self._reads}
             for name in [name for name in self._removals if name not in busy]:
                 self._removals.remove(name)
                 self._remove(agent, name)
-            if self._reads:
-                time.sleep(_POLL_S)
-            elif is_ending:
+            if is_ending and not self._reads:
                 for name in sorted(self._names):
                     self._remove(agent, name)
                 return
+
+    def _take_item(self, agent: Agent) -> bool:
+        """One, since a read may end as it begins. True: the end."""
+        wait_s = self._poll_s() if self._reads else None
+        with suppress(Empty):
+            item = self._queue.get(timeout=wait_s)
+            if item is None:
+                return True
+            self._begin(agent, item)
+        return False
+
+    def _poll_s(self) -> float:
+        """Polls take the GIL."""
+        since_s = time.monotonic() - self._began_s
+        return min(_MOST_POLL_S, max(_POLL_S, since_s / _POLLS))
 
     def _begin(self, agent: Agent, item: _Call | _Read | _Removal) -> None:
         match item:
@@ -317,6 +330,7 @@ class RemoteMemory:
                 except Exception as error:  # noqa: BLE001 - NIXL's are unknown
                     self._failed(item, error)
                 self._reads.append(item)
+                self._began_s = time.monotonic()
 
     def _has_ended(self, agent: Agent, read: _Read) -> bool:
         if read.fault is None:
@@ -325,8 +339,11 @@ class RemoteMemory:
                     return False
             except Exception as error:  # noqa: BLE001 - NIXL's are unknown
                 self._failed(read, error)
-        if read.fault is not None and time.monotonic() < read.until_s:
-            return False
+        if read.fault is not None:
+            with suppress(Exception):  # as unknown as the fault
+                agent.progress()
+            if time.monotonic() < read.until_s:
+                return False
         if read.handle is not None:
             try:
                 agent.end_read(read.handle)

@@ -7,7 +7,9 @@ caller sets timeouts. One task at a time.
 import asyncio
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +18,15 @@ from typing import Any, TypeAlias
 from kvhold.core.cleanup import on_error
 from kvhold.core.errors import ProtocolError
 from kvhold.core.turns import next_turn
+from kvhold.net.bulk import WAKE_BYTES, Incoming, SocketTransfer, next_piece, send_some, took
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 AHEAD_BYTES = 16 << 10
 _STEP_BYTES = 1 << 20  # per call and turn of the loop
+_LEAST_APART = 512 << 10  # less is faster in the loop
 # copying them is cheaper than a system call or a TLS record
 _MERGE_BYTES = 4 << 10
-_MAX_PIECES = 512  # IOV_MAX is 1024
 
 _NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
@@ -66,28 +69,33 @@ class Stream:
         self._waiting: asyncio.Future[Any] | None = None
         self._step: Callable[[asyncio.Future[Any]], None] | None = None
         self._watched = False
+        self._least_bytes = 1
+        self.threads: Executor | None = None
+        """Receive large values, without TLS."""
+        self._apart: tuple[SocketTransfer, Future[bool]] | None = None
         self.closed = False
         self.reused = False
         """Used before, so the server may have closed it since."""
 
     async def send(self, pieces: Sequence[Bytes]) -> None:
-        views = _merged(pieces)
-        first = 0
-        while first < len(views):
+        left = _merged(pieces)
+        if isinstance(self._sock, ssl.SSLSocket):
+            await self._send_tls(self._sock, left)
+            return
+
+        def go_on(whole: asyncio.Future[None]) -> None:
             try:
-                sent = self._send_some(views[first : first + _MAX_PIECES])
-            except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
-                await self._writable()
-                continue
-            except ssl.SSLWantReadError:
-                await self._readable()
-                continue
-            await self._moved(sent)
-            while first < len(views) and sent >= len(views[first]):
-                sent -= len(views[first])
-                first += 1
-            if sent:
-                views[first] = views[first][sent:]
+                send_some(self._sock, left)
+            except OSError as error:
+                whole.set_exception(error)
+            else:
+                if not left:
+                    whole.set_result(None)
+
+        moved = send_some(self._sock, left)
+        if left:
+            await self._writable(go_on)
+        await self._moved(moved)
 
     async def line(self) -> bytes:
         """Up to the next CRLF. Raises ProtocolError: none within 16 KiB."""
@@ -98,19 +106,28 @@ class Stream:
         return line
 
     async def read(self, nbytes: int) -> bytes:
+        if nbytes < AHEAD_BYTES:
+            while self._end - self._start < nbytes:
+                await self._fill()
+            begin, self._start = self._start, self._start + nbytes
+            return bytes(self._ahead[begin : self._start])
         data = bytearray(nbytes)
         await self.read_into([memoryview(data)], nbytes)
         return bytes(data)
 
     async def read_into(self, parts: Sequence[memoryview], nbytes: int) -> None:
-        for part in parts:
-            view = part.cast("B") if part.nbytes else part
-            if nbytes < view.nbytes:
-                view = view[:nbytes]
-            await self._read_exactly(view)
-            nbytes -= view.nbytes
-            if not nbytes:
-                return
+        await self.read_values([Incoming(parts, nbytes)])
+
+    async def read_values(self, values: Sequence[Incoming]) -> None:
+        left = deque((view, value) for value in values for view in value.views())
+        if not self._is_apart(sum(view.nbytes for view, _ in left)):
+            while left:
+                await self._read_some(left)
+            return
+        while left and self._start < self._end:
+            self._take_ahead(left)
+        while left and not await self._do_apart(lambda transfer: transfer.receive(left)):
+            await self._readable()
 
     async def skip(self, nbytes: int) -> None:
         while nbytes:
@@ -166,7 +183,10 @@ class Stream:
                 self._loop.remove_writer(self._sock.fileno())
                 if not self._waiting.done():
                     self._waiting.set_exception(ConnectionAbortedError("closed on this side"))
-        self._sock.close()
+        if self._apart is None:
+            self._sock.close()
+        else:
+            self._stop_apart()
 
     async def handshake(self) -> None:
         while isinstance(self._sock, ssl.SSLSocket):
@@ -178,27 +198,36 @@ class Stream:
             except ssl.SSLWantWriteError:
                 await self._writable()
 
-    def _send_some(self, views: list[memoryview]) -> int:
-        return (
-            self._sock.send(views[0])
-            if isinstance(self._sock, ssl.SSLSocket)
-            else self._sock.sendmsg(views)
-        )
+    async def _send_tls(self, sock: ssl.SSLSocket, views: Sequence[memoryview]) -> None:
+        for view in views:
+            while view.nbytes:
+                try:
+                    sent = sock.send(view)
+                except (InterruptedError, ssl.SSLWantWriteError):
+                    await self._writable()
+                except ssl.SSLWantReadError:
+                    await self._readable()
+                else:
+                    view = view[sent:]
+                    await self._moved(sent)
 
-    async def _read_exactly(self, view: memoryview) -> None:
-        while view.nbytes:
-            step = min(view.nbytes, self._end - self._start)
-            if step:
-                view[:step] = self._ahead[self._start : self._start + step]
-                self._start += step
-            elif view.nbytes < AHEAD_BYTES or self.allowed_bytes is not None:
-                await self._fill()
-            elif isinstance(self._sock, ssl.SSLSocket):
-                step = await self._receive(view[:_STEP_BYTES])
-            else:
-                await self._receive_all(view)
-                return
-            view = view[step:]
+    async def _read_some(self, left: deque[tuple[memoryview, Incoming]]) -> None:
+        view = left[0][0]
+        if self._start < self._end or not view.nbytes:
+            self._take_ahead(left)
+        elif view.nbytes < AHEAD_BYTES or self.allowed_bytes is not None:
+            await self._fill()
+        elif isinstance(self._sock, ssl.SSLSocket):
+            took(left, await self._receive(view[:_STEP_BYTES]))
+        else:
+            await self._receive_all(left)
+
+    def _take_ahead(self, left: deque[tuple[memoryview, Incoming]]) -> None:
+        view, _ = left[0]
+        step = min(view.nbytes, self._end - self._start)
+        view[:step] = self._ahead[self._start : self._start + step]
+        self._start += step
+        took(left, step)
 
     async def _fill(self) -> None:
         """Read ahead. Call it only without buffered bytes, or inside a value."""
@@ -229,6 +258,7 @@ class Stream:
             try:
                 received = self._sock.recv_into(view)
             except _NOT_READABLE:
+                self._wake_at(1)
                 with suppress(ssl.SSLWantWriteError):
                     received = await self._readable(take)
             except ssl.SSLWantWriteError:
@@ -238,25 +268,81 @@ class Stream:
         await self._moved(received)
         return received
 
-    async def _receive_all(self, view: memoryview) -> None:
-        left = view
+    async def _receive_all(self, left: deque[tuple[memoryview, Incoming]]) -> None:
+        count = len(left)
 
         def take(whole: asyncio.Future[None]) -> None:
-            nonlocal left
-            try:
-                received = self._sock.recv_into(left[:_STEP_BYTES])
-            except _NOT_READABLE:
-                return
-            except OSError as error:
-                whole.set_exception(error)
-                return
-            left = left[received:]
-            if not received:
-                whole.set_exception(EOFError("the server closed the connection"))
-            elif not left.nbytes:
+            moved, there = 0, True
+            while there and moved < _STEP_BYTES and len(left) == count:
+                nbytes = next_piece(left[0][0].nbytes)
+                try:
+                    received = self._sock.recv_into(left[0][0][:nbytes])
+                except _NOT_READABLE:
+                    break
+                except OSError as error:
+                    whole.set_exception(error)
+                    return
+                if not received:
+                    whole.set_exception(EOFError("the server closed the connection"))
+                    return
+                took(left, received)
+                there, moved = received == nbytes, moved + received
+            if len(left) == count:
+                self._wake_at(min(left[0][0].nbytes, WAKE_BYTES))
+            else:
                 whole.set_result(None)
 
+        self._wake_at(min(left[0][0].nbytes, WAKE_BYTES))
         await self._readable(take)
+
+    def _is_apart(self, nbytes: int) -> bool:
+        return (
+            self.threads is not None
+            and nbytes >= _LEAST_APART
+            and self.allowed_bytes is None
+            and type(self._sock) is socket.socket
+        )
+
+    async def _do_apart(self, step: Callable[[SocketTransfer], bool]) -> bool:
+        """Stopped, and waited for, when cancelled or closed."""
+        assert self.threads is not None
+        self._check_open()
+        self._unwatch()
+        transfer = SocketTransfer(self._sock, self._wake_at)
+        future = self.threads.submit(step, transfer)
+        self._apart = transfer, future
+        ended = asyncio.wrap_future(future)
+        cancelled: asyncio.CancelledError | None = None
+        while not ended.done():
+            try:
+                await asyncio.wait((ended,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._stop_apart()
+        self._apart = None
+        if self.closed:
+            self._sock.close()
+        fault = None if ended.cancelled() else ended.exception()
+        if cancelled is not None:
+            raise cancelled
+        self._check_open()
+        if fault is not None:
+            raise fault
+        return ended.result()
+
+    def _stop_apart(self) -> None:
+        if self._apart is not None:
+            transfer, future = self._apart
+            transfer.is_stopped = True
+            future.cancel()
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _wake_at(self, nbytes: int) -> None:
+        if nbytes != self._least_bytes:
+            self._least_bytes = nbytes
+            with suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     async def _moved(self, nbytes: int) -> None:
         self._since_turn += nbytes
@@ -272,9 +358,13 @@ class Stream:
         finally:
             self._step = None
 
-    async def _writable(self) -> None:
+    async def _writable(self, step: "Callable[[asyncio.Future[Any]], None]" = _wake) -> None:
+        def go_on(future: "asyncio.Future[None]") -> None:
+            if not future.done():
+                step(future)
+
         def watch(future: "asyncio.Future[None]") -> None:
-            self._loop.add_writer(self._sock.fileno(), _wake, future)
+            self._loop.add_writer(self._sock.fileno(), go_on, future)
 
         try:
             await self._wait(watch)

@@ -1,7 +1,7 @@
 """Bytes that may be in use at once, shared by owners.
 
-An owner that uses some gets more only up to the bytes that then stay free, so it uses at most half.
-Calls are served in order, except those that wait for their owner's share. One event loop.
+An owner uses at most half. Calls are served in order, except those that wait for their owner's
+share. One event loop.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The cache of this host's node, as one process sees it. Any thread may call.
 
 A call past its deadline raises DeadlineExceeded; the connection stays in use. Calls raise NodeError
-when the node has owed an answer for `client.call_timeout_s`, or has ended.
+when the node has ended, or owed an answer for `client.call_timeout_s`.
 """
 
 import logging
@@ -38,7 +38,7 @@ from kvhold.core.held_spans import HeldSpans
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.planning import BlendReport, ComputeCost, ComputeIntent, RequestInfo
 from kvhold.core.rules import store_options_of
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.core.tracing import TraceContext
@@ -144,16 +144,14 @@ class NodeClient(DescribesChunks, OperatorCalls):
         have_tokens: int = 0,
         uses: Uses = "all",
         intent: ComputeIntent | None = None,
+        info: RequestInfo | None = None,
         wait_s: float | None = None,
         deadline_s: float | None = None,
         trace: TraceContext = "",
     ) -> Hit:
-        """See `Cache`. deadline_s: per request; `wait_s` limits the wait for lower tiers
-
-        trace: the parent of the node's spans; empty: none
-        """
+        """See `Cache`. deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
-        request = m.Lookup(query, cost, have_tokens, uses, intent, trace)
+        request = m.Lookup(query, cost, have_tokens, uses, intent, trace, info)
         hit = self._hit(self._call(request, m.LookupAnswer, deadline_s, link), link, deadline_s)
         if hit.arriving and wait_s != 0:
             wait_s = self._config.arrival_timeout_s if wait_s is None else wait_s
@@ -189,6 +187,9 @@ class NodeClient(DescribesChunks, OperatorCalls):
         deadline_s: float | None = None,
     ) -> None:
         self._call(m.Timing(request, load_s, compute_s), m.Done, deadline_s)
+
+    def report_blend(self, report: BlendReport, *, deadline_s: float | None = None) -> None:
+        self._call(m.ReportBlend(report), m.Done, deadline_s)
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         self._call(m.Prefetch(query), m.Done, deadline_s)

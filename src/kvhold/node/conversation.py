@@ -13,7 +13,7 @@ from kvhold.net import messages as m
 from kvhold.net.wire import Bytes, Decoder, Splitter, encode, split_number
 
 _UNASKED = 0
-_GRANTING = (m.Lookup, m.LookupSpans, m.Claim, m.Reserve, m.Reencode)
+_GRANTING = (m.Lookup, m.LookupSpans, m.Claim, m.Reserve, m.Reencode, m.Copy, m.Retain)
 
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 
@@ -167,7 +167,9 @@ def _returns_of(answer: m.Answer) -> list[m.Message]:
             return [m.Release(answer.lease)]
         case m.Granted() if answer.reservation:
             return [m.Abandon(answer.reservation)]
-        case m.ReencodeStatus():
+        case m.Retained() if answer.answer.number:
+            return [m.Release(answer.answer.number)]
+        case m.ReencodeStatus() | m.CopyStatus():
             return [m.Release(answer.number)]
         case _:
             return []

@@ -15,7 +15,7 @@ class DescribesChunks(ABC):
         return (link := self._link) is not None and link.welcome.publishes
 
     def undescribed(self, names: bytes) -> list[int]:
-        """Positions of the chunks to describe. names: joined, NAME_BYTES each"""
+        """Positions of chunks. names: joined, NAME_BYTES each"""
         return self._call(m.FindUndescribed(names), m.Undescribed, None).at
 
     def describe(self, chunks: list[ChunkDescription]) -> None:

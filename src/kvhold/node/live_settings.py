@@ -110,7 +110,6 @@ class LiveSettings:
         self._state.limit_memory(limits)
 
     def _as_quotas(self, given: Any) -> dict[bytes, int]:
-        """The present quotas, changed. 0 ends one."""
         if not isinstance(given, Mapping):
             raise ConfigError(f"settings: {_QUOTAS}: must be a table of namespaces and sizes")
         quotas = dict(self._state.ram.limits.of_namespaces)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
@@ -144,11 +145,28 @@ class LoginServer(ABC):
         self.port = listener.getsockname()[1]
         return listener
 
+    async def _connection(self, listener: socket.socket) -> tuple[socket.socket, Any]:
+        """Raises OSError. `loop.sock_accept` loses a connection that comes as it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, where = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                come: asyncio.Future[None] = loop.create_future()
+                loop.add_reader(listener, _wake, come)
+                try:
+                    await come
+                finally:
+                    loop.remove_reader(listener)
+            else:
+                sock.setblocking(False)
+                return sock, where
+
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, where = await loop.sock_accept(listener)
+                sock, where = await self._connection(listener)
             except OSError as error:
                 self._strangers.refused(
                     "the network", f"it could not be accepted: {error.strerror or error}"
@@ -286,6 +304,11 @@ class LoginServer(ABC):
             return server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
         except KVHoldError as error:
             raise ConfigError(f"{section}.tls_{error}") from None
+
+
+def _wake(come: "asyncio.Future[None]") -> None:
+    if not come.done():
+        come.set_result(None)
 
 
 def _digest(token: str) -> bytes:

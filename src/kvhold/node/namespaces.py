@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvhold.core.errors import NodeError
-from kvhold.core.keys import NAMESPACE_BYTES, Namespace
+from kvhold.core.keys import NAMESPACE_BYTES, Namespace, spans_of
 from kvhold.core.naming import unpack
 from kvhold.net.messages import KnownSpace
 from kvhold.node.client import NodeClient
@@ -27,7 +27,7 @@ class DigestNamespace(Namespace):
 
     @cached_property
     def digest(self) -> bytes:
-        return self.known_digest
+        return spans_of(self.known_digest) if self.is_of_spans else self.known_digest
 
 
 def find_namespace(client: NodeClient, digits: str) -> KnownSpace:

@@ -1,5 +1,6 @@
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from kvhold.core.api import Copying, CopyProgress, ReencodeProgress, Reencoding
@@ -8,11 +9,27 @@ from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision
-from kvhold.core.status import NodeStatus
+from kvhold.core.status import MEMORY, NodeStatus
+from kvhold.core.tags import tag_digest
+from kvhold.core.usage import HeldAges, LookupShare, PromptWorth
 from kvhold.net import messages as m
 from kvhold.node.link import Link
 
 Kind = TypeVar("Kind", bound=m.Message)
+
+_CLEARS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class TagClear:
+    """See `control.api.ClearAnswer`."""
+
+    chunks: int
+    namespaces: int
+    unknown: int
+    forgotten: int
+    since_s: float | None
+    unlisted_tiers: list[str]
 
 
 class OperatorCalls(WholePrompts):
@@ -42,8 +59,11 @@ class OperatorCalls(WholePrompts):
     @abstractmethod
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None: ...
 
-    def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        return self._call(m.Explain(request), m.Explained, deadline_s).decisions
+    def explain(
+        self, request: str = "", *, tenant: str = "", deadline_s: float | None = None
+    ) -> list[Decision]:
+        """tenant: empty: all"""
+        return self._call(m.Explain(request, tenant), m.Explained, deadline_s).decisions
 
     def names(
         self, prefix: str = "", *, deadline_s: float | None = None
@@ -60,18 +80,53 @@ class OperatorCalls(WholePrompts):
 
     def owned(self, tenant: str, *, deadline_s: float | None = None) -> frozenset[bytes]:
         """Digests of namespaces with only this tenant."""
-        joined = self._call(m.ListOwned(tenant), m.Owned, deadline_s).digests
-        size = NAMESPACE_BYTES
-        return frozenset(joined[at : at + size] for at in range(0, len(joined), size))
+        return frozenset(_split(self._call(m.ListOwned(tenant), m.Owned, deadline_s).digests))
 
     def tenants(self, *, deadline_s: float | None = None) -> dict[str, int]:
         """See `TenantBytes`."""
         return self._call(m.MeasureTenants(), m.TenantBytes, deadline_s).nbytes
 
-    def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
+    def held(self, *, deadline_s: float | None = None) -> list[HeldAges]:
+        return self._call(m.MeasureHeld(), m.HeldRows, deadline_s).rows
+
+    def shares(self, *, deadline_s: float | None = None) -> list[LookupShare]:
+        return self._call(m.ListShares(), m.ShareRows, deadline_s).rows
+
+    def worths(self, *, tenant: str = "", deadline_s: float | None = None) -> list[PromptWorth]:
+        return self._call(m.ListWorths(tenant), m.WorthRows, deadline_s).rows
+
+    def clear(
+        self,
+        namespace: bytes | None = None,
+        *,
+        tier: str = "",
+        deadline_s: float | None = None,
+    ) -> int:
+        removed = self._call(m.Clear(namespace, tier=tier), m.Done, deadline_s).count
         self.flush(0, deadline_s=deadline_s)
         return removed
+
+    def clear_tagged(
+        self,
+        name: str,
+        value: str,
+        *,
+        tier: str = "",
+        among: Container[bytes] | None = None,
+        deadline_s: float | None = None,
+    ) -> TagClear:
+        """Forget the namespaces with a tag. among: only these digests"""
+        found = self._call(m.ListOwned("", tag_digest(name, value)), m.Owned, deadline_s)
+        spaces = [one for one in _split(found.digests) if among is None or one in among]
+        removed = 0
+        for number, space in enumerate(spaces, 1):
+            removed += self._call(m.Clear(space, tier=tier), m.Done, deadline_s).count
+            if number % _CLEARS_AT_ONCE == 0 or number == len(spaces):
+                self.flush(0, deadline_s=deadline_s)
+        tiers = [] if tier == MEMORY else self.status(deadline_s=deadline_s).get("tiers", [])
+        unlisted = [one["name"] for one in tiers if one["shared"] and tier in ("", one["name"])]
+        unknown = found.unknown if among is None else 0
+        return TagClear(removed, len(spaces), unknown, found.forgotten, found.since_s, unlisted)
 
     def clear_prompt(
         self, query: Query, *, only_end: bool = False, deadline_s: float | None = None
@@ -118,11 +173,20 @@ class OperatorCalls(WholePrompts):
         )
 
     def copy(
-        self, tier: str, query: Query, *, drop: bool = False, deadline_s: float | None = None
+        self,
+        tier: str,
+        query: Query | None,
+        *,
+        drop: bool = False,
+        source: str = MEMORY,
+        namespace: bytes = b"",
+        deadline_s: float | None = None,
     ) -> Copying:
         """See `Cache`. deadline_s: per request"""
         link = self._current("copy")
-        begun = self._call(m.Copy(tier, query, drop), m.CopyStatus, deadline_s, link)
+        begun = self._call(
+            m.Copy(tier, query, drop, source, namespace), m.CopyStatus, deadline_s, link
+        )
 
         def poll() -> CopyProgress:
             answer = self._request(m.Progress(begun.number), deadline_s, link)
@@ -167,3 +231,8 @@ class OperatorCalls(WholePrompts):
     ) -> list[m.ClientInfo]:
         """Returns their state before."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
+
+
+def _split(joined: bytes) -> Iterator[bytes]:
+    for at in range(0, len(joined), NAMESPACE_BYTES):
+        yield joined[at : at + NAMESPACE_BYTES]

@@ -52,15 +52,16 @@ def clears_path(path: Path) -> Path:
     return _state_path(path, "clears", "pending clears are", "clears_file")
 
 
+def tags_path(path: Path) -> Path:
+    return _state_path(path, "tags", "the namespaces' tags are", "XDG_STATE_HOME")
+
+
 def history_path(path: Path) -> Path:
     return _state_path(path, "history", "the history is", "control.history_file")
 
 
 def _state_path(path: Path, kind: str, what: str, setting: str) -> Path:
-    """In `$XDG_STATE_HOME/kvhold`, named after the host: hosts may share a home.
-
-    what, setting: for a warning
-    """
+    """In `$XDG_STATE_HOME/kvhold`, named after the host: hosts may share a home."""
     beside = Path(f"{path}.{kind}")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     try:

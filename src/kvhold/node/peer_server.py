@@ -28,7 +28,7 @@ from kvhold.tiers.peers.bus import clock_ms
 from kvhold.tiers.peers.channel import NIXL, NOT_WITH_TLS, TCP, ChannelPlan
 
 _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
-_GROUP_BYTES = 8 << 20  # pinned at once for one get
+_GROUP_BYTES = 17 << 20  # pinned for one get: a batch with headers
 _LENT_GROUP_BYTES = 64 << 20  # by one lease
 _GROUP_KEYS = 128  # per turn of the node's loop
 _request: Decoder[p.Request] = Decoder(p.Request)

@@ -1,4 +1,4 @@
-"""The thread and event loop that serve a node's peers. The node's loop only pins chunks."""
+"""Serves a node's peers in a thread. The node's loop only pins chunks."""
 
 import asyncio
 import threading
@@ -11,6 +11,7 @@ from kvhold.core.config import ServePeersConfig
 from kvhold.core.keys import HANDED_OVER
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import ServedPeersStatus
+from kvhold.node.host import run_when_woken
 from kvhold.node.peer_feed import PeerFeed
 from kvhold.node.peer_loads import PeerLoads
 from kvhold.node.peer_publisher import PeerPublisher
@@ -126,6 +127,7 @@ class PeerThread:
         return await asyncio.wrap_future(latest)
 
     def _run(self) -> None:
+        run_when_woken()  # in long slices, it keeps engines waiting for a core
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()

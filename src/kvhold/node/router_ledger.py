@@ -24,13 +24,11 @@ from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
 _MEDIA = (("CPU", 1), ("STORAGE", (1 << MOST_PEERS) - 2))
 MOST_PLACES = MOST_PEERS
 _LOCAL = "LOCAL"
-_CHUNK_BYTES, _BLOCK_BYTES = 500, 200  # of Python's objects
+_CHUNK_BYTES, _BLOCK_BYTES = 500, 200
 _stored_decoder = msgspec.msgpack.Decoder(StoredBlocks)
 
 
 class _Chunk:
-    """told: (number of the medium, group)"""
-
     __slots__ = ("description", "nbytes", "told")
 
     def __init__(self, description: ChunkDescription, nbytes: int) -> None:

@@ -1,8 +1,7 @@
 """Publishes a node's chunks as KV cache events, over ZMQ and in vLLM's format.
 
 Changes wait in a queue without duplicates. If it is full, all is announced as removed, and chunks
-come back as they change. The replay endpoint has the latest batches. One thread has the sockets and
-the ledger.
+come back as they change. The replay endpoint has the latest batches.
 """
 
 import logging
@@ -183,7 +182,6 @@ class RouterPublisher:
                 poller.poll(_REPLAYING_MS if self._replays else _IDLE_MS)
 
     def _take_turn(self) -> bool:
-        """False: no changes wait."""
         with self._lock:
             self._is_woken = False
             dropped, self._dropped = self._dropped, []
@@ -242,7 +240,6 @@ class RouterPublisher:
             self._replays[frames[0]] = int.from_bytes(frames[2], "big")
 
     def _go_on_replaying(self) -> None:
-        """To those that read slowly, later."""
         for identity, first in list(self._replays.items()):
             try:
                 for number, payload in self._since(first):

@@ -23,7 +23,13 @@ from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
 from kvhold.core.events_config import EventsConfig
 from kvhold.core.metrics import Metrics, merged_samples
-from kvhold.core.status import NodeEventsStatus, NodePeersStatus, NodeStatus, TiersStatus
+from kvhold.core.status import (
+    NodeControlStatus,
+    NodeEventsStatus,
+    NodePeersStatus,
+    NodeStatus,
+    TiersStatus,
+)
 from kvhold.core.tracing import Tracer
 from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena, Region, Toucher, default_arena_bytes
@@ -34,17 +40,19 @@ from kvhold.net import messages as m
 from kvhold.net.remote_memory import RemoteMemory
 from kvhold.node.channel import plan_channel
 from kvhold.node.connection import ClientConnection
-from kvhold.node.host import raise_descriptor_limit
+from kvhold.node.control_process import ControlProcess
+from kvhold.node.host import raise_descriptor_limit, run_when_woken
 from kvhold.node.listener import Listener
 from kvhold.node.live_settings import LiveSettings
 from kvhold.node.names import Names
 from kvhold.node.otel import make_tracer
-from kvhold.node.paths import clears_path, socket_path
+from kvhold.node.paths import clears_path, socket_path, tags_path
 from kvhold.node.pauses import collect_all, collect_young
 from kvhold.node.peer_thread import PeerThread
 from kvhold.node.requirements import requirements_of
 from kvhold.node.router_publisher import RouterPublisher
 from kvhold.node.socket_lock import SocketLock, bind_own
+from kvhold.tiers.bytes_by_age import BytesByAge
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.ram import ADMITTED, Entry
 
@@ -65,6 +73,7 @@ class Node:
     router_publisher: RouterPublisher | None = None
     _remote_memory: RemoteMemory | None = None
     _tracer: Tracer | None = None
+    _control: ControlProcess | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
         """idle_exit_s: end after this time without clients
@@ -83,6 +92,8 @@ class Node:
         self.state.turn_s = TURN_S
         with on_error(self.arena.close, self._lock.close):
             _place_arena(self.arena, config.node.numa)
+            if config.control.in_node:
+                self._control = ControlProcess(config, self.path)
             plan = plan_channel(config, self.arena)
             self._remote_memory = plan.memory
             if config.peers.listen:
@@ -98,6 +109,7 @@ class Node:
                     None if self._peers is None else self._peers.feed.note_on_disk,
                     plan,
                     None if publisher is None else publisher.note,
+                    tags_path(self.path) if config.tiers else None,
                 )
             with on_error(self._drop_peers, self._end_tier_worker):
                 self._trace(config)
@@ -137,6 +149,7 @@ class Node:
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
         loop = self._loop = asyncio.get_running_loop()
         self._most_clients = _most_clients(raise_descriptor_limit())
+        run_when_woken()
         watch, chores = None, None
         try:
             self._listener = self._listen(loop)
@@ -158,6 +171,8 @@ class Node:
                 self._starting.wait()
             if watch is not None:
                 watch.cancel()
+            if self._control is not None:
+                await loop.run_in_executor(None, self._control.close)
             if self._peers is not None:
                 await loop.run_in_executor(None, self._peers.close)
             self.end_conversations()
@@ -177,7 +192,6 @@ class Node:
             self._lock.close()
 
     def _trace(self, config: Config) -> None:
-        """Only tiers have spans."""
         if self._tier_worker is None:
             return
         metrics, lock = Metrics(), threading.Lock()
@@ -228,10 +242,12 @@ class Node:
             self._scrubber.start()
             if self._remote_memory is not None:
                 self._remote_memory.start()
+            if self._control is not None:
+                self._control.start()
         except RuntimeError as error:
             log.error(
                 "the host has no more threads for this node (%s): the node does not touch "
-                "pages ahead, does not check idle chunks, or does not use NIXL",
+                "pages ahead, does not check idle chunks, does not use NIXL, or has no API",
                 error,
             )
         finally:
@@ -260,11 +276,15 @@ class Node:
         events: NodeEventsStatus = {}
         if self.router_publisher is not None:
             events = {"router_events": self.router_publisher.status()}
+        control: NodeControlStatus = {}
+        if self._control is not None:
+            control = {"control": self._control.status()}
         return {
             **self.state.status(),
             **tiers,
             **peers,
             **events,
+            **control,
             "version": __version__,
             "protocol": m.PROTOCOL_VERSION,
             "pid": os.getpid(),
@@ -302,6 +322,9 @@ class Node:
             m.MetricSample(sample.metric.name, sample.labels, sample.value, sample.counts)
             for sample in merged_samples(sources)
         ]
+
+    def disks(self) -> dict[str, list[BytesByAge]]:
+        return {} if self._tier_worker is None else self._tier_worker.held()
 
     @property
     def peers_address(self) -> str:
@@ -357,9 +380,20 @@ class Node:
 
     def left(self, connection: ClientConnection) -> None:
         self.connections.pop(connection, None)
-        if not self.connections:
+        if self._is_idle and not self._is_own(connection):
             self._empty_since_s = time.monotonic()
             collect_all()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Its own API is no client that it waits for."""
+        return all(map(self._is_own, self.connections))
+
+    def _is_own(self, connection: ClientConnection) -> bool:
+        session = connection.session
+        return (
+            self._control is not None and session is not None and self._control.is_own(session.pid)
+        )
 
     def _post(self, event: Callable[[], None]) -> None:
         if self._loop is not None:
@@ -451,9 +485,8 @@ class Node:
                     self._stopped.wait(), timeout=1.0 if self._idle_exit_s is not None else None
                 )
             except TimeoutError:
-                idle = not self.connections and time.monotonic() - self._empty_since_s > (
-                    self._idle_exit_s or 0
-                )
+                idle_s = time.monotonic() - self._empty_since_s
+                idle = self._is_idle and idle_s > (self._idle_exit_s or 0)
                 if idle:
                     log.info("no clients for %.0f s: ending", self._idle_exit_s)
                     return

@@ -8,6 +8,7 @@ import msgspec
 
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
+from kvhold.cache.held_ages import ages_turns
 from kvhold.cache.leases import ClaimAnswer
 from kvhold.cache.prompt_clears import PromptClear
 from kvhold.cache.state import CacheState
@@ -21,6 +22,7 @@ from kvhold.net.offsets import pack
 from kvhold.node.live_settings import LiveSettings
 from kvhold.node.names import Names
 from kvhold.node.router_publisher import RouterPublisher
+from kvhold.tiers.bytes_by_age import BytesByAge
 from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 400  # about 20,000 chunks
@@ -63,6 +65,8 @@ class SessionNode(Protocol):
 
     def measure(self) -> list[m.MetricSample]: ...
 
+    def disks(self) -> dict[str, list[BytesByAge]]: ...
+
     def stop(self) -> None: ...
 
     def clients(self, first: int) -> m.ClientList: ...
@@ -104,10 +108,14 @@ class Session:
             m.LookupSpans: self._lookup_spans,
             m.Refresh: self._refresh,
             m.Timing: self._report_timing,
+            m.ReportBlend: self._report_blend,
             m.Explain: self._explain,
             m.ListNamespaces: self._list_names,
             m.ListOwned: self._list_owned,
             m.MeasureTenants: self._measure_tenants,
+            m.ListShares: self._list_shares,
+            m.ListWorths: self._list_worths,
+            m.MeasureHeld: self._measure_held,
             m.Prefetch: self._prefetch,
             m.Retain: self._retain,
             m.Demote: self._demote,
@@ -166,6 +174,10 @@ class Session:
         return bool(news) or written
 
     @property
+    def label(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @property
     def touches_memory(self) -> bool:
         return self._state.touches_memory(self)
 
@@ -192,9 +204,7 @@ class Session:
 
     def _register(self, request: m.Register) -> m.Answer:
         self._state.register(request.layout, request.namespace, request.store_options)
-        self._node.names.learn(
-            request.namespace, f"{self.name} (pid {self.pid})", request.description
-        )
+        self._node.names.learn(request.namespace, self.label, request.description)
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer | Running[m.Answer]:
@@ -206,6 +216,7 @@ class Session:
             uses=request.uses,
             intent=request.intent,
             trace=request.trace,
+            info=request.info,
         )
         return self._in_turns(turns, self._found)
 
@@ -225,8 +236,12 @@ class Session:
         )
         return m.Done()
 
+    def _report_blend(self, request: m.ReportBlend) -> m.Answer:
+        self._state.planner.report_blend(request.report)
+        return m.Done()
+
     def _explain(self, request: m.Explain) -> m.Answer:
-        return m.Explained(self._state.planner.explain(request.request))
+        return m.Explained(self._state.planner.explain(request.request, request.tenant))
 
     def _list_names(self, request: m.ListNamespaces) -> m.Answer:
         page, more = self._node.names.page(request.after, request.prefix)
@@ -237,6 +252,14 @@ class Session:
         return m.Named(spaces, more, others, max(0, self._state.ram.used_bytes - sum(described)))
 
     def _list_owned(self, request: m.ListOwned) -> m.Answer | Running[m.Answer]:
+        if request.tag:
+            tags = self._state.tags
+            return m.Owned(
+                b"".join(tags.carrying(request.tag)),
+                sum(space not in tags for space in self._state.ram.used_by_namespace),
+                tags.num_forgotten,
+                tags.since_s,
+            )
         turns = self._state.reencodings.owned_turns(request.tenant)
         return self._in_turns(turns, lambda owned: m.Owned(b"".join(owned)))
 
@@ -244,6 +267,20 @@ class Session:
         used = list(self._state.ram.used_by_namespace.items())
         turns = self._state.reencodings.tenants_turns(used)
         return self._in_turns(turns, m.TenantBytes)
+
+    def _measure_held(self, request: m.MeasureHeld) -> m.Answer | Running[m.Answer]:
+        state = self._state
+        places = {"ram": [state.held], **self._node.disks()}
+        turns = ages_turns(places, state.reencodings.tenant_of, state.held.slot())
+        return self._in_turns(turns, m.HeldRows)
+
+    def _list_shares(self, request: m.ListShares) -> m.Answer:
+        return m.ShareRows(list(self._state.usage.shares.rows()))
+
+    def _list_worths(self, request: m.ListWorths) -> m.Answer | Running[m.Answer]:
+        state = self._state
+        turns = state.usage.worths_turns(state.reencodings.tenant_of, request.tenant)
+        return self._in_turns(turns, m.WorthRows)
 
     def _prefetch(self, request: m.Prefetch) -> m.Answer | Running[m.Answer]:
         return self._in_turns(self._state.prefetch_turns(self, request.query), lambda _: m.Done())
@@ -321,7 +358,7 @@ class Session:
         return m.Done(self._state.cleared_ns(request.namespace))
 
     def _clear_turns(self, request: m.Clear) -> Turns[int]:
-        removed = self._state.clear(request.namespace, at_ns=request.at_ns)
+        removed = self._state.clear(request.namespace, at_ns=request.at_ns, tier=request.tier)
         for _ in range(_CLEAR_STEPS):
             if not self._state.has_chores:
                 break
@@ -343,14 +380,16 @@ class Session:
         )
 
     def _copy(self, request: m.Copy) -> m.Answer:
-        copy = CopyRequest(request.tier, request.query, request.drop)
+        copy = CopyRequest(
+            request.tier, request.query, request.drop, request.source, request.namespace
+        )
         return m.CopyStatus(self._state.copy(self, copy), CopyProgress())
 
     def _progress(self, request: m.Progress) -> m.Answer:
         number = request.number
         if (reencoded := self._state.reencodings.find(self, number)) is not None:
             return m.ReencodeStatus(number, reencoded)
-        copied = self._state.copies.find(self, number)
+        copied = self._state.moves.find(self, number)
         return m.NotFound() if copied is None else m.CopyStatus(number, copied)
 
     def _snapshot(self, request: m.Snapshot) -> m.Answer | Running[m.Answer]:

@@ -200,7 +200,7 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
             values |= _as_environ(value, f"{prefix}{f.name.upper()}_")
         else:
             values[f"{prefix}{f.name.upper()}"] = (
-                " ".join(value) if isinstance(value, tuple) else str(value)
+                " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             )
     return values
 

@@ -1,6 +1,6 @@
 """Spans for an OpenTelemetry collector (docs/tracing.md). Imported only if they are on.
 
-One thread sends them. The provider is kvhold's own, so an engine's tracing stays as it is.
+One thread sends them. The provider is kvhold's own.
 """
 
 import logging
@@ -180,8 +180,6 @@ class _Bounded(SpanProcessor):
 
 
 class _Counting(SpanExporter):
-    """Only the sending thread calls."""
-
     def __init__(
         self, exporter: OTLPSpanExporter, count: Count, taken: Callable[[int], None], shown: str
     ) -> None:
@@ -218,5 +216,4 @@ def _context_in(context: Context) -> SpanContext:
 
 
 def _wall_ns(at_s: float | None) -> int | None:
-    """Unix time of a reading of the monotonic clock."""
     return None if at_s is None else time.time_ns() + round((at_s - time.monotonic()) * 1e9)

@@ -1,4 +1,4 @@
-"""The queue before the engines: in order, with bounds. One event loop."""
+"""The queue before the engines: in order, with bounds."""
 
 import asyncio
 from collections import deque

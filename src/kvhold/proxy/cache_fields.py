@@ -16,7 +16,7 @@ RESPONSES = "/v1/responses"
 _ANTHROPIC_TTL_S = {"5m": 300, "1h": 3600}
 _OPENAI_TTL_S = {"30m": 1800, "12h": 43_200}
 _DAY_S = 86_400
-_MOST_BREAKPOINTS = 4  # of both APIs
+_MOST_BREAKPOINTS = 4
 _MARK, _OPENAI_MARK = "cache_control", "prompt_cache_breakpoint"
 _OPENAI_FIELDS = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 # Fields that the engine needs to count a prompt's tokens.

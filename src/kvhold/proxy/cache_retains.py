@@ -1,6 +1,6 @@
 """Ask engines to keep the prefixes that a client's cache settings name (docs/proxy.md).
 
-A breakpoint's place in the prompt is counted by the engine, and remembered. One event loop.
+A breakpoint's place in the prompt is counted by the engine, and remembered.
 """
 
 import asyncio
@@ -28,8 +28,6 @@ _COUNT_TIMEOUT_S = 10.0
 
 
 class _Counted(msgspec.Struct):
-    """Of `/v1/messages/count_tokens`, or of `/tokenize`."""
-
     input_tokens: int | None = None
     count: int | None = None
 

@@ -1,7 +1,4 @@
-"""Make the usage in an engine's answer reconcile with the engines' work (docs/proxy.md).
-
-One event loop.
-"""
+"""Make the usage in an engine's answer reconcile with the engines' work (docs/proxy.md)."""
 
 import asyncio
 import re
@@ -17,7 +14,7 @@ from kvhold.proxy.cache_retains import PlacedPrefix
 from kvhold.proxy.faults import EngineFault
 from kvhold.proxy.prompts import Fields
 
-_MOST_HELD_BYTES = 16 << 20  # of an answer, or an event
+_MOST_HELD_BYTES = 16 << 20
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _MOST_END_BYTES = 4
 _PREFILL_END_S = 1.0
@@ -58,7 +55,6 @@ class PromptUsage:
     placed:         prefixes that engines are asked to keep
     has_prefill:    a prefill engine computes or computed the prompt
     prefill_cached: tokens that it found cached; None: not told
-    prefill_ended:  nothing more comes
     """
 
     placed: Sequence[PlacedPrefix] = ()
@@ -179,7 +175,6 @@ class UsageRewriter:
         return b"data: " + rewritten + end
 
     def _reconcile(self, usage: dict[str, Any]) -> bool:
-        """Return whether it was changed."""
         if self._kind == "messages":
             return self._reconcile_messages(usage)
         details = usage.get("prompt_tokens_details")

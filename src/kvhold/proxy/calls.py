@@ -1,6 +1,6 @@
 """HTTP calls to engines. Every failure is an EngineFault.
 
-Closing an answer early stops the engine. Bytes pass without decompression. One event loop.
+Closing an answer early stops the engine. Bytes pass without decompression.
 """
 
 import asyncio

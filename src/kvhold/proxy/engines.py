@@ -1,6 +1,6 @@
 """The engines behind a proxy: their health and load, and the choice of one.
 
-A prefill engine's load is the tokens of its requests, a decode engine's their number. No I/O.
+A prefill engine's load is its requests' tokens, a decode engine's their number. No I/O.
 """
 
 import asyncio
@@ -19,10 +19,7 @@ Role = Literal["prefill", "decode"]
 
 
 class ProxiedEngine:
-    """url: such as http://127.0.0.1:8100
-
-    peer: host and port where decode engines fetch its KV (protocol p2p)
-    """
+    """peer: host and port where decode engines fetch its KV (protocol p2p)"""
 
     def __init__(self, role: Role, url: str, peer: tuple[str, int] | None = None) -> None:
         self.role = role

@@ -1,7 +1,7 @@
 """Send one request to a prefill and a decode engine.
 
 Each part is tried on other engines until its first byte has arrived. Cancelling `forward` closes
-both connections. One event loop.
+both connections.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvhold.core.errors import KVHoldError
 from kvhold.core.proxy_config import ProxyConfig
+from kvhold.proxy.answered import AnsweredPrompts
 from kvhold.proxy.cache_fields import KeptPrefix
 from kvhold.proxy.cache_retains import BreakpointPlaces
 from kvhold.proxy.cache_usage import PromptUsage, cached_tokens_of
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 Deliver = Callable[[EngineAnswer], Awaitable[None]]
 
-_RETRIED = frozenset({429, 500, 502, 503, 504})  # another engine may answer
-_MOST_PREFILL_BYTES = 16 << 20  # of a prefill engine's answer
+_RETRIED = frozenset({429, 500, 502, 503, 504})
+_MOST_PREFILL_BYTES = 16 << 20
 _PAUSE_S = 0.05
 
 
@@ -41,8 +42,7 @@ class NoEngineAnswers(KVHoldError):
 
 @dataclass
 class ProxiedRequest:
-    """path:      with its query
-    inference: None: a request that is not for tokens
+    """inference: None: a request that is not for tokens
     fields:    of the body, if it is a JSON object
     kept:      prefixes that the client wants kept
     stage:     for metrics: before, prefill, decode
@@ -103,6 +103,7 @@ class Forwarder:
         self._metrics = metrics
         self._handover = make_handover(config.protocol)
         self._breakpoints = BreakpointPlaces(calls)
+        self._answered = AnsweredPrompts(config.skip_answered_s)
 
     async def forward(self, request: ProxiedRequest, deliver: Deliver) -> None:
         """Raises NoEngineAnswers before `deliver` is called, and the errors of `deliver`."""
@@ -144,6 +145,9 @@ class Forwarder:
         most = inference.most_tokens
         if most is not None and most < self._config.min_prefill_tokens:
             return "short"
+        new = self._answered.new_tokens(inference)
+        if new is not None and new < self._config.min_prefill_tokens:
+            return "hit"
         return "" if self._prefill_pool.num_usable else "no_engine"
 
     async def _begin_handover(self, request: ProxiedRequest) -> _Handed:
@@ -256,6 +260,8 @@ class Forwarder:
                         if not self._handover.is_reusable:
                             handed.lose()
                         continue
+                    if answer.status == 200 and request.inference is not None:
+                        self._answered.add(request.inference)
                     await deliver(answer)
                     return
                 finally:

@@ -1,6 +1,6 @@
-"""Serve a client's request: check it, read it, wait for a place, and pass the engine's answer.
+"""Check and read a client's request, wait for a place, and pass the engine's answer.
 
-When the client leaves, its requests to engines end. One event loop.
+When the client leaves, its requests to engines end.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ class ProxyMetrics:
         self.prefills = self._counter(
             "prefills",
             "Requests for tokens, by what became of the prefill part: done, failed, abandoned, "
-            "short, unsupported, no_engine.",
+            "short, hit, unsupported, no_engine.",
             "result",
         )
         self.refused = self._counter(

@@ -42,6 +42,16 @@ _NEED_THE_PROMPT = ("prompt_logprobs", "prompt_embeds")
 _FROM_CLIENTS = ("kvhold", "max_load_tokens", "max_offload_tokens", "kv_load_tiers")
 _TEXT_PARTS = ("text", "input_text", "tool_use", "tool_result", "refusal")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+# Beside the prompt, these decide its KV.
+_NAME_THE_KV = (
+    "model",
+    "cache_salt",
+    "system",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+)
 _BYTES_PER_TOKEN = 4
 _MOST_SESSION = 256
 
@@ -57,7 +67,6 @@ class NotAnInference(KVHoldError):
 class Inference:
     """most_tokens:   upper bound of the prompt's length, without a chat's template; None: unknown
     likely_tokens: for the load of engines
-    is_single:     one prompt and one answer
     """
 
     kind: str
@@ -73,6 +82,12 @@ class Inference:
 
     def with_params(self, params: Mapping[str, Any]) -> bytes:
         return _with_params(self.fields, params)
+
+    def prompt_bytes(self) -> list[bytes]:
+        """Of the fields that decide the KV, the prompt's at the end: a longer prompt begins so."""
+        prompt = self.fields.get("prompt" if self.kind == "completions" else "messages", b"")
+        named = [bytes(self.fields.get(name, b"")) for name in _NAME_THE_KV]
+        return [self.kind.encode(), *named, bytes(prompt).rstrip(b" \t\r\n").rstrip(b'"]')]
 
     def prefill_body(self, params: Mapping[str, Any]) -> bytes:
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}

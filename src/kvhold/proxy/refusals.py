@@ -22,7 +22,6 @@ _TYPES = {
 class ProxyRefusal(KVHoldError):
     """reason:        a label in metrics
     retry_after_s: None: trying again does not help
-    field:         the one that is wrong
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The proxy's process: `kvhold proxy`.
 
-SIGTERM lets running requests end; a second signal ends the process. One event loop.
+SIGTERM lets running requests end; a second signal ends the process.
 """
 
 import asyncio

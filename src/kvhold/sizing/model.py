@@ -32,7 +32,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
-_PARTS = ("text_config", "language_config", "llm_config")  # of a multimodal model
+_PARTS = ("text_config", "language_config", "llm_config")
 
 Kind = Literal["full", "sliding", "chunked", "state", "full+state", "none"]
 _KINDS: dict[str, Kind] = {

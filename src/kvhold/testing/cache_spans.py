@@ -8,6 +8,7 @@ from kvhold.core.api import Cache
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Layout
+from kvhold.core.planning import BlendReport, SpanReport
 from kvhold.testing.cache import (
     FULL,
     PATIENT_S,
@@ -127,14 +128,71 @@ class CacheSpans(CacheFixtures):
         flood(cache, space, seed=2_000_000)
         assert self.read_spans(cache, spans) == {0: 32, 1: 40, 2: 70}
 
-    def test_clears_forget_spans_alone_or_with_everything(
+    def test_spans_are_cleared_alone_or_with_their_namespace(
         self, cache: Cache, space: Namespace, spans: list[Prompt]
     ) -> None:
-        exact = a_prompt(space, 48)
+        exact, other = a_prompt(space, 48), registered(cache, space.narrowed(lora="other"))
         store(cache, exact)
         store(cache, spans[0])
-        cache.clear(space.of_spans.digest)
+        assert cache.clear(space.of_spans.digest) == 2
         assert self.read_spans(cache, spans) == {} and read(cache, exact) == 48
+        registered(cache, other.of_spans)
+        others = spans_of(a_prompt(other, 160))
+        for span in (*spans, others[1]):
+            store(cache, span)
+        assert cache.flush(deadline_s=PATIENT_S)
+        assert cache.clear(space.digest) == 3 + 2 + 3 + 5
+        assert cache.flush(deadline_s=PATIENT_S)
+        assert self.read_spans(cache, spans) == {} and read(cache, exact) == 0
+        assert self.read_spans(cache, others) == {1: 40}
+        store(cache, spans[0])
+        assert self.read_spans(cache, spans) == {0: 32}
+
+    def test_spans_are_counted_apart_from_prompts(
+        self, cache: Cache, space: Namespace, spans: list[Prompt]
+    ) -> None:
+        store(cache, spans[0])
+        store(cache, spans[2], tail=False)
+        self.settle(cache)
+        before = cache.status()["counters"]
+        assert self.read_spans(cache, spans) == {0: 32, 2: 64}
+        counts = {
+            name: value - before.get(name, 0)
+            for name, value in cache.status()["counters"].items()
+            if value != before.get(name, 0) and ("lookup" in name or "hit_tokens" in name)
+        }
+        assert counts == {
+            "kvhold_span_lookups{result=hit}": 1,
+            "kvhold_span_lookups{result=partial}": 1,
+            "kvhold_span_lookups{result=miss}": 1,
+            "kvhold_span_lookup_tokens": 32 + 40 + 70,
+            "kvhold_span_hit_tokens{source=ram}": 32 + 64,
+        }
+
+    def test_a_reported_blend_is_counted_and_explained(self, cache: Cache) -> None:
+        spans = [
+            SpanReport(0, 32, {"ram": 32}),
+            SpanReport(32, 72, {}, missing="never_stored", is_alone=True),
+        ]
+        report = BlendReport("one-1", "blended", 90, 16, 50, 24, "first ratio=0.1", spans=spans)
+        cache.report_blend(report)
+        cache.report_blend(BlendReport("two-2", "refused", 90, 0, 0, 90, note="no permit"))
+        assert [one.request for one in cache.explain()[:2]] == ["two-2", "one-1"]
+        [refused], [decision] = cache.explain("two"), cache.explain("one")
+        assert refused.why == "no permit"
+        assert decision.blend == report and decision.found == {"ram": 32}
+        assert decision.why == (
+            "blended by first ratio=0.1: 16 exact, 50 reused, 24 recomputed, 1 of 2 spans were "
+            "computed alone"
+        )
+        counters = cache.status()["counters"]
+        assert {name: value for name, value in counters.items() if "blended" in name} == {
+            "kvhold_blended_requests{result=blended}": 1,
+            "kvhold_blended_requests{result=refused}": 1,
+            "kvhold_blended_tokens{kv=exact}": 16,
+            "kvhold_blended_tokens{kv=reused}": 50,
+            "kvhold_blended_tokens{kv=recomputed}": 24,
+        }
 
     def test_a_closed_client_holds_no_span(
         self, cache: Cache, make_cache: MakeCache, space: Namespace, spans: list[Prompt]

@@ -4,8 +4,8 @@ A missing value is `None`. A fault of one item is a TierError in its place; one 
 is raised. Lists of unequal lengths raise ValueError before any I/O. No other exception may escape.
 
 A call, also a cancelled one, ends only when it no longer uses the caller's buffers (`in_thread`). A
-tier connects at its first call, and again after a lost connection. Breaker, time-outs and retries
-are in `guard.py`.
+tier connects at its first call, and again after a lost connection. Time-outs and retries are in
+`guard.py`.
 """
 
 import asyncio
@@ -26,13 +26,18 @@ FolderMet: TypeAlias = Callable[[str, str], Awaitable[None]]
 Result = TypeVar("Result")
 
 
+class WatchedParts(tuple[memoryview, ...]):
+    """begin: for each transfer; returns the watch of its bytes, in order"""
+
+    begin: Callable[[], Callable[[memoryview], None]]
+
+
 @dataclass(frozen=True)
 class TierTraits:
     """durable: an acknowledged put survives the death of this process, also by `kill -9`
     shared: others may read, write and delete the same values
     expires: removes values when their `ttl_s` has passed
     replaces: has `Replaces.replace`
-    read_only: the cache writes nothing to it
     lost: why a probed value may be missing later
     batch_bytes: best size of one call
     """
@@ -44,6 +49,7 @@ class TierTraits:
     replaces: bool = False
     read_only: bool = False
     lost: Reason = EVICTED
+    lists: bool = True
     batch_bytes: int = 8 << 20
 
 
@@ -257,5 +263,5 @@ async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
             except asyncio.CancelledError:
                 continue
         if not future.cancelled():
-            future.exception()  # otherwise asyncio logs it
+            future.exception()
         raise

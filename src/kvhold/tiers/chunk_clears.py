@@ -2,7 +2,7 @@
 
 A chunk is named by its *last key*, that of its highest group and shard; clears include the lower
 ones. Deleted chunks are hidden until the deletion is sure: a shared tier may still apply a write
-whose answer was lost. A tier that cannot delete hides them until their namespace is cleared.
+whose answer was lost. A tier that cannot delete hides them until a clear of the namespace.
 """
 
 import asyncio

@@ -63,9 +63,7 @@ _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 @dataclass(frozen=True)
 class Rule:
-    """nth:   only the n-th call, or value, counted from 1
-    error: a key of ERRORS
-    """
+    """error: a key of ERRORS"""
 
     operation: str
     kind: str

@@ -33,11 +33,11 @@ _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
 _MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
-_SPACES_AT_ONCE = 64  # in one call
-_MOST_SLICES = 64  # in one refresh
+_SPACES_AT_ONCE = 64
+_MOST_SLICES = 64
 _MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
-_MOST_NUMBERS = 20_000  # the journal's limit, too
-_LOOKS = 4  # old numbers to forget for each new one
+_MOST_NUMBERS = 20_000
+_LOOKS = 4
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
 _NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # instead of the number of a contact
@@ -225,6 +225,13 @@ class GenerationTier:
             await next_turn()
         return garbage
 
+    async def names_under(self, prefix: bytes) -> KeyList:
+        """The names of a namespace's values; b"": of all values, also of earlier generations."""
+        if not prefix:
+            return (await self._scanned(b""))[0]
+        await self.meet([prefix])
+        return (await self._scanned(self.name_of(prefix)))[0]
+
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
         await self._meet_forgotten([space])
         number = self._number(space) + 1
@@ -393,7 +400,6 @@ class GenerationTier:
                 del self._numbers[first]
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Call `learned` before a newer generation is used."""
         for some in _sliced(spaces):
             uses = {space: self._used.get(space) for space in some}
             self._learn(await self._searched(some), uses)

@@ -35,6 +35,7 @@ from kvhold.tiers.base import (
     size_of,
 )
 from kvhold.tiers.breaker import Breaker
+from kvhold.tiers.bytes_by_age import BytesByAge
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
 from kvhold.tiers.chunk_clears import ChunkClears
 from kvhold.tiers.clears import Clears
@@ -44,6 +45,7 @@ from kvhold.tiers.generations import GenerationTier
 from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.outcomes import TierOutcome, Unknown
+from kvhold.tiers.removals import Removals
 from kvhold.tiers.scans import closing_scan
 from kvhold.tiers.suppressed import PendingClear, Suppressed
 from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
@@ -51,7 +53,7 @@ from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 log = logging.getLogger(__name__)
 
 _REFRESH_TIMEOUT_S = 30.0
-_LEAVE_S = 5.0  # how long a cancelled caller waits for its memory
+_LEAVE_S = 5.0
 _WRITES = ("put", "replace")
 
 
@@ -80,6 +82,7 @@ class Guard:
         )
         self.clears = Clears(self)
         self.chunk_clears = ChunkClears(self)
+        self._removals = Removals(self)
         self._suppressed = self.clears.suppressed
         self._folder_clears: FolderClears | None = None
         self._writing: set[asyncio.Future[None]] = set()
@@ -298,6 +301,13 @@ class Guard:
     async def end_clear(self, pending_clear: PendingClear) -> int:
         return await self.clears.end(pending_clear)
 
+    async def begin_removal(self, prefix: bytes) -> PendingClear:
+        """As `begin_clear`, but only here: other hosts learn nothing."""
+        return await (self._removals if self.traits.shared else self.clears).begin(prefix)
+
+    async def end_removal(self, pending_clear: PendingClear) -> None:
+        await (self._removals if self.traits.shared else self.clears).end(pending_clear)
+
     def hide(self, prefix: bytes) -> None:
         self.clears.hide(prefix)
 
@@ -307,6 +317,7 @@ class Guard:
     def resume_clears(self, journal: ClearsJournal) -> None:
         self.clears.resume(journal)
         self.chunk_clears.resume(journal)
+        self._removals.resume(journal)
         if isinstance(self._tier, HasFolders):
             self._folder_clears = FolderClears(self, journal)
             self._tier.watch_folders(self._folder_clears.meet)
@@ -359,6 +370,12 @@ class Guard:
             call = TierCall[None]("check", 0, deadline_s, is_vital=False)
             await self.run(call, self._tier.refresh)
 
+    @property
+    def held(self) -> list[BytesByAge]:
+        """Any thread."""
+        held: list[BytesByAge] = getattr(self._tier, "held", [])
+        return held
+
     def status(self) -> TierStatus:
         peers: TierPeersStatus = {}
         if isinstance(self._tier, FollowsPeers):
@@ -374,7 +391,9 @@ class Guard:
             "shared": self.traits.shared,
             "replaces": self.traits.replaces,
             "read_only": self.read_only,
-            "pending_clears": len(self._suppressed.pending) + self.chunk_clears.num_pending,
+            "pending_clears": len(self._suppressed.pending)
+            + self.chunk_clears.num_pending
+            + self._removals.num_pending,
             "used_bytes": getattr(self._tier, "used_bytes", None),
             "index_bytes": getattr(self._tier, "index_bytes", None),
         }
@@ -388,6 +407,7 @@ class Guard:
             await self._folder_clears.close()
         await self.clears.close()
         await self.chunk_clears.close()
+        await self._removals.close()
         call = TierCall[None]("close", 0, self.config.get_timeout_s)
         await self._attempt(call, self._tier.close)
 

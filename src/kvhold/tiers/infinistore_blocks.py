@@ -70,8 +70,6 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """slot_bytes: of one request, a multiple of `block_bytes`"""
-
     root: str
     block_bytes: int
     slot_bytes: int
@@ -115,7 +113,7 @@ class _Refused(Exception):
 class BlockTier:
     """A tier over RDMA blocks. `connect` runs in the tier's thread. It raises TierError."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="infinistore", shared=True)
+    traits: ClassVar[TierTraits] = TierTraits(name="infinistore", shared=True, lists=False)
 
     def __init__(self, layout: BlockLayout, connect: Callable[[], Connection], place: str) -> None:
         assert layout.slot_bytes % layout.block_bytes == 0 and layout.slot_bytes >= HEAD_BYTES
@@ -244,7 +242,6 @@ class BlockTier:
         before: Callable[[memoryview], None] | None = None,
         after: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """Write from a slot that `before` fills, or read into a slot for `after`."""
         async with self._opener.use() as session, self._moves:
             connection, memory, free = session.connection, session.memory, session.free
             at = await free.get()

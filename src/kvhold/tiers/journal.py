@@ -1,13 +1,14 @@
 """A small file with the pending clears, replaced in one step. Its lines, with tabs between fields:
 
 - a clear: the tier's place, the keys' prefix in hex, or a chunk's last key (`chunk_clears.py`)
+- a removal from a shared tier: "!" and the tier's place, the keys' prefix in hex
 - a generation: the tier's place, the namespace in hex, the number
 - a place of the last start: "=" and the place
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
 - a clear that ended without a folder: the folder's line, the prefix in hex
 
 Such a clear is pending again when the folder is back. A new place gets the pending clears of all
-removed places, because it may be any store under another URL.
+removed places: it may be one of these.
 
 Beyond the bounds, a private tier gets one clear of everything; clears of a shared tier are only
 logged. An invalid file gives every tier a clear of everything.
@@ -18,12 +19,11 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
-from kvhold.tiers.files.safe import open_folder, open_own_file
+from kvhold.tiers.files.safe import open_folder, open_own_file, replace_own_file
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class ClearsJournal:
         self._is_closed = False
         self._all_owe = False
         self._pending: dict[str, dict[bytes, None]] = {}
+        self._removals: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
         self._last_places: set[str] = set()
         # tier -> identity of a folder -> clears that it missed
@@ -68,7 +69,9 @@ class ClearsJournal:
                 name, prefix, *numbers = line.split("\t")
                 if len(prefix) not in _DIGITS or len(numbers) > 1:
                     raise ValueError(line)
-                if numbers:
+                if name.startswith("!"):
+                    self._removals.setdefault(name[1:], {})[bytes.fromhex(prefix)] = None
+                elif numbers:
                     self._reached.setdefault(name, {})[bytes.fromhex(prefix)] = int(numbers[0])
                 else:
                     self._pending.setdefault(name, {})[bytes.fromhex(prefix)] = None
@@ -82,6 +85,7 @@ class ClearsJournal:
                 self._all_owe = False
                 self._pending = {tier: {b"": None} for tier in tiers}
                 self._reached = {}
+                self._removals = {}
                 self._folders = {}
             else:
                 gone = [
@@ -104,6 +108,7 @@ class ClearsJournal:
                     for folders in gone_folders:
                         for identity, missed in folders.items():
                             self._miss(tier, identity, missed)
+            self._removals = {tier: of for tier, of in self._removals.items() if tier in tiers}
             had_file = bool(self._pending or self._reached or self._last_places or self._folders)
             self._last_places = set(tiers)
             if had_file:
@@ -124,6 +129,24 @@ class ClearsJournal:
 
     async def remove_chunks(self, tier: str, last_keys: Sequence[bytes]) -> None:
         await asyncio.to_thread(self._change, tier, last_keys, pending=False)
+
+    def removals(self, tier: str) -> list[bytes]:
+        return list(self._removals.get(tier, ()))
+
+    async def add_removal(self, tier: str, prefix: bytes) -> None:
+        await asyncio.to_thread(self._change_removal, tier, prefix, pending=True)
+
+    async def remove_removal(self, tier: str, prefix: bytes) -> None:
+        await asyncio.to_thread(self._change_removal, tier, prefix, pending=False)
+
+    def _change_removal(self, tier: str, prefix: bytes, *, pending: bool) -> None:
+        with self._lock:
+            of_tier = self._removals.setdefault(tier, {})
+            if pending:
+                of_tier[prefix] = None
+            else:
+                of_tier.pop(prefix, None)
+            self._save()
 
     def reached(self, tier: str) -> dict[bytes, int]:
         return dict(self._reached.get(tier, {}))
@@ -152,6 +175,11 @@ class ClearsJournal:
             for tier, prefixes in self._pending.items()
             for prefix in prefixes
         ]
+        removals = [
+            f"!{tier}\t{prefix.hex()}\n"
+            for tier, prefixes in self._removals.items()
+            for prefix in prefixes
+        ]
         places = [f"={place}\n" for place in sorted(self._last_places)]
         reached = [
             f"{tier}\t{space.hex()}\t{number}\n"
@@ -167,7 +195,7 @@ class ClearsJournal:
                 *(f"@{identity}\t{tier}\t{prefix.hex()}\n" for prefix in missed),
             )
         ]
-        return places + pending + reached + folders
+        return places + pending + removals + reached + folders
 
     async def meet(self, tier: str, path: str, identity: str) -> list[bytes]:
         """The missed clears of the folder at a path, pending again."""
@@ -266,24 +294,9 @@ class ClearsJournal:
         return text if len(text) <= _MOST_BYTES else "\tcut"  # a cut file would lose clears
 
     def _write(self) -> None:
-        folder = open_folder(self._path.parent, any_owner=self._any_owner)
-        try:
-            temporary = f"{self._path.name}.new"
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=folder)
-            file = open_own_file(
-                temporary,
-                os.O_WRONLY | os.O_CREAT | os.O_EXCL,
-                dir_fd=folder,
-                shown=f"{self._path}.new",
-            )
-            with os.fdopen(file, "wb") as opened:
-                opened.write("".join(self._lines()).encode())
-                opened.flush()
-                os.fsync(opened.fileno())
-            if self._is_closed:
-                return
-            os.rename(temporary, self._path.name, src_dir_fd=folder, dst_dir_fd=folder)
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_own_file(
+            self._path,
+            ["".join(self._lines()).encode()],
+            any_owner=self._any_owner,
+            is_wanted=lambda: not self._is_closed,
+        )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from itertools import accumulate
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 from urllib.request import urlopen
 
 import numpy as np
@@ -79,8 +79,6 @@ class MooncakeConfig:
 
 
 class MooncakeTier:
-    traits: ClassVar[TierTraits] = TierTraits(name="mooncake", shared=True)
-
     def __init__(self, config: MooncakeConfig) -> None:
         host, colon, port = config.master.rpartition(":")
         if not (host and colon and port.isdigit()):
@@ -96,6 +94,7 @@ class MooncakeTier:
             )
         if "/" in config.prefix or not config.prefix.isprintable() or not config.prefix.isascii():
             raise ConfigError(f"mooncake: prefix = {config.prefix!r}: use ASCII without /")
+        self.traits = TierTraits(name="mooncake", shared=True, lists=bool(config.admin))
         self._config = config
         self._host, self._port = host.strip("[]"), int(port)
         self._root = f"{config.prefix}/"

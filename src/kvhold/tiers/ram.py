@@ -58,6 +58,7 @@ class Entry:
         "offset",
         "parent",
         "pins",
+        "slot",
         "taken_bytes",
     )
 
@@ -80,7 +81,7 @@ class Entry:
         self.expires_at = expires_at
         self.checksums = b""
         self.pins = 0
-        self.epoch = 0
+        self.epoch = self.slot = 0
         self.committed = False
         self.doomed = False
 

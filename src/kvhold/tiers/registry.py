@@ -138,7 +138,6 @@ def tier_options(scheme: str) -> list[tuple[str, object, str]]:
     if scheme not in _TIERS:
         raise ConfigError(f"kvhold has no tier {scheme!r}; known are {', '.join(sorted(_TIERS))}")
     home = _TIERS[scheme]
-    # such as DiskConfig for DiskTier
     settings = getattr(_load_module(home, scheme), home.name.replace("Tier", "Config"), None)
     return (
         []

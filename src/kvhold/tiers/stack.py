@@ -45,7 +45,6 @@ class Stack:
     ) -> dict[bytes, TierPlace]:
         """silent: receives the names of tiers that did not answer
         unknown: receives why not
-        trace:   the parent of the probes' spans
         tier:    the only one
         """
         places: dict[bytes, TierPlace] = {}

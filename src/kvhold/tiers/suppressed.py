@@ -1,7 +1,6 @@
 """A tier's values that must not be found: `suppressed.hides(key)`.
 
-They are cleared, but not removed yet; or unreadable: suppressed for 30 s. `chunks` are names of
-cleared chunks (`chunk_clears.py`).
+They are cleared, but not removed yet; or unreadable: suppressed for 30 s.
 
 A clear is *pending* until its values are removed. Its number keeps an earlier removal from ending a
 later clear. It is *due* when the writes from before its start have ended.

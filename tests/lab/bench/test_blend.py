@@ -25,7 +25,7 @@ FIELDS = {
     "kl",
     "reused_tokens",
 }
-OPTIONS = ("--tokens", "200", "--prompts", "6")
+OPTIONS = ("--tokens", "200", "--prompts", "2")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
 """`kvhold demo` where there is no vLLM: the same figures, on transformers."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -56,3 +59,17 @@ def test_without_vllm_it_runs_on_transformers_and_says_so(
     )
     assert measured["prefix_cache_ttft_s"] is None
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sigterm_ends_it_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def running(*_: Any, **__: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr("kvhold_lab.demo.command.run", running)
+    result = CliRunner().invoke(cli, ["demo", "--model-size", "tiny"])
+    assert (result.exit_code, ended) == (128 + signal.SIGTERM, [True])

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,7 +19,9 @@ from kvhold_lab.bench.pd.command import command as pd
 from kvhold_lab.bench.planner.command import command as planner
 from kvhold_lab.bench.quality.command import command as quality
 from kvhold_lab.bench.rows import Row, machine_and_load, needing, table, write_rows
+from kvhold_lab.bench.second_host import NoSecondHost
 from kvhold_lab.bench.soak.command import command as soak
+from kvhold_lab.engines.engine import is_vllm_available
 from kvhold_lab.interruption import ending_in_order
 from kvhold_lab.options import (
     Number,
@@ -167,9 +170,9 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
                 marks = [
                     f"{name} {_MARKS[value]:4}"
                     for name, value in asdict(row).items()
-                    if name not in ("tier", "fault")
+                    if name not in ("tier", "fault", "detail")
                 ]
-                click.echo(f"{row.tier:8} {row.fault:14} {' '.join(marks)}")
+                click.echo(f"{row.tier:8} {row.fault:14} {' '.join(marks)} {row.detail}".rstrip())
         except NotInstalled as error:
             click.echo(f"{tier:8} not tried: {error}")
     write_rows(json_file, measured)
@@ -290,7 +293,7 @@ def control(chunks: int, namespaces: int, scrapes: int, calls: int, json_file: P
 def sessions(agents: int, turns: int, json_file: Path | None) -> None:
     """Memory that agents' sessions need, with retains and with superseding turns.
 
-    The mini engine at a 1/48 scale, with a real node that others store to as well.
+    The mini engine at a 1/48 scale, with a real node.
     """
     with needing("vllm 'kvhold[lab]'"):
         from kvhold_lab.bench.sessions.run import SessionsRow, SessionsSizes, rows
@@ -311,22 +314,46 @@ def sessions(agents: int, turns: int, json_file: Path | None) -> None:
 @command.command()
 @default_option("--rounds", 9, "Rounds of each measurement.", click.IntRange(1))
 @default_option("--chunks", 100_000, "Chunks of each of the 8 peers.", click.IntRange(1_000))
+@click.option(
+    "--only",
+    "only",
+    multiple=True,
+    help="Only these: get, link, nixl, index, events, serving; mooncake and lmcache; hosts and "
+    "once, with two vLLMs. [default: the first six]",
+)
+@model_size_option("mid")
+@tokens_option()
+@default_option(
+    "--wire-mbit-s", 10_000.0, "Rate of the network between two hosts.", Number(0, min_open=True)
+)
+@default_option("--engine-rounds", 3, "Rounds of hosts and once.")
+@default_option("--threads", 1, "Threads of each engine.")
 @json_option()
-def peers(rounds: int, chunks: int, json_file: Path | None) -> None:
-    """Nodes that serve each other on this machine: reads, lookups, index, events."""
-    from kvhold.net.nixl_agent import MISSING, is_installed
-    from kvhold_lab.bench.peers import PeersRow, PeersSizes, rows
+def peers(only: tuple[str, ...], json_file: Path | None, model_size: str, **sizes: Any) -> None:
+    """Nodes that serve each other on this machine: reads, lookups, index, events, engines.
 
+    The part "hosts" needs root.
+    """
+    from kvhold.net.nixl_agent import MISSING, is_installed
+    from kvhold_lab.bench.peers import OTHERS, PARTS, WITH_ENGINES, rows
+    from kvhold_lab.bench.peers_rows import PeersRow, PeersSizes
+
+    _check_names(only, (*PARTS, *OTHERS, *WITH_ENGINES))
+    if set(only) & set(WITH_ENGINES) and not is_vllm_available():
+        raise click.ClickException("vLLM is not installed here: hosts and once run real ones")
     click.echo(f"{machine_and_load()}, {os.cpu_count()} cores\n")
     measured: list[PeersRow] = []
-    for row in rows(PeersSizes(rounds=rounds, chunks=chunks)):
-        measured.append(row)
-        click.echo(
-            f"{row.name}\n    {row.value:.3f} {row.unit}, limit {row.limit:.3f}, "
-            f"ratio {row.ratio:.3f} (goal: {row.goal})"
-        )
-        write_rows(json_file, measured)
-    if not is_installed():
+    try:
+        for row in rows(PeersSizes(model=model_size, **sizes), only):
+            measured.append(row)
+            click.echo(
+                f"{row.name}\n    {row.value:.3f} {row.unit}, limit {row.limit:.3f}, "
+                f"ratio {row.ratio:.3f} (goal: {row.goal})"
+            )
+            write_rows(json_file, measured)
+    except NoSecondHost as error:
+        raise click.ClickException(f"hosts: {error}") from None
+    if not only and not is_installed():
         click.echo(f"there is no row for NIXL: {MISSING}")
 
 

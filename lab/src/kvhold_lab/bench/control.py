@@ -21,9 +21,11 @@ import numpy as np
 from kvhold.control.exposition import state_samples
 from kvhold.control.history import History
 from kvhold.control.recorder import state_and_samples
+from kvhold.control.share_history import KINDS, MOST_APART
 from kvhold.core.errors import NodeError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
+from kvhold.core.usage import LookupShare
 from kvhold.memory.slab import SLAB_BYTES, size_class
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
@@ -47,6 +49,9 @@ const done = arguments[0];
 const look = () => {
   const isShown = document.querySelectorAll("#namespaces tr").length > 1
     && document.querySelectorAll("#clients tr").length > 1
+    && document.querySelectorAll("#held tr").length > 1
+    && document.querySelectorAll("#prompts tr").length > 1
+    && document.querySelectorAll("#shares svg").length
     && document.querySelectorAll("#memory svg").length;
   if (isShown) done(performance.now()); else requestAnimationFrame(look);
 };
@@ -127,7 +132,8 @@ def _fill(client: NodeClient, path: Path, sizes: ControlSizes) -> None:
     each = sizes.chunks // sizes.namespaces
     with RawClient(path) as writer:
         for number in range(sizes.namespaces):
-            space = Namespace(f"bench {number}", _LAYOUT)
+            tags = (("tenant", f"tenant {number}"),)
+            space = Namespace(f"bench {number}", _LAYOUT, tags=tags)
             client.register(space)
             for first in range(0, each, _AT_ONCE):
                 names = fresh_names(space, min(_AT_ONCE, each - first))
@@ -141,11 +147,19 @@ def _write_history(file: Path, client: NodeClient, step_s: int) -> None:
     samples = [*state_samples(status), *measured]
     now_s = int(time.time())
     history = History(file)
-    for at_s in range(now_s - _DAY_S, now_s - _FINE_S, _COARSE_S):
-        history.add(at_s, "1", samples)
-    for at_s in range(now_s - _FINE_S, now_s, step_s):
-        history.add(at_s, "1", samples)
+    coarse = range(now_s - _DAY_S, now_s - _FINE_S, _COARSE_S)
+    for number, at_s in enumerate((*coarse, *range(now_s - _FINE_S, now_s, step_s))):
+        history.add(at_s, "1", samples, list(_shares(number)))
     history.close()
+
+
+def _shares(number: int) -> Iterator[LookupShare]:
+    yield LookupShare("all", "", "", number, 200 * number, 150 * number)
+    for kind in KINDS:
+        since = 0 if kind == "tenant" else number - number % 360
+        for place in range(MOST_APART):
+            name = f"{kind} {place} {since}"
+            yield LookupShare(kind, name, name, 1, 20 * (number - since + 1), 15 * (number - since))
 
 
 @contextmanager
@@ -248,7 +262,6 @@ def _get(connection: http.client.HTTPConnection, path: str, taken: list[float]) 
 
 
 def _dashboard_rows(port: int) -> Iterator[ControlRow]:
-    """Nothing where there is no browser."""
     try:
         with _browser() as browser:
             shown_s = []

@@ -19,7 +19,7 @@ ROOM_TOKENS = 128
 PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 
 _MOMENT_S = 0.05
-_ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
+_ADDR_NO_RANDOMIZE = 0x0040000
 _ASK_PERSONALITY = 0xFFFFFFFF
 # map no single block, return no memory
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}

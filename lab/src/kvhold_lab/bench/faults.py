@@ -28,7 +28,7 @@ SPACE = Namespace(model="fault matrix", layout=LAYOUT)
 PROMPT_TOKENS = 8 * 64
 NUM_PROMPTS = 6
 SLACK_S = 1.0
-_CALL_S, _ARRIVAL_S = 2.0, 3.0
+CALL_S, _ARRIVAL_S = 2.0, 3.0
 _GUARD = (
     "probe_timeout_s=0.3&get_timeout_s=0.6&put_timeout_s=0.6"
     "&breaker_failures=2&breaker_pause_s=0.1&batch_bytes=256KiB"
@@ -50,6 +50,7 @@ class FaultRow:
     in_deadline: bool
     baseline: bool
     counted: bool | None
+    detail: str = ""
 
 
 class Trial:
@@ -65,18 +66,19 @@ class Trial:
         assert self._node.stdout is not None
         if not self._node.stdout.readline():
             raise RuntimeError(f"the node did not start: {Path(self._log.name).read_text()}")
-        config = ClientConfig(call_timeout_s=_CALL_S, arrival_timeout_s=_ARRIVAL_S)
+        config = ClientConfig(call_timeout_s=CALL_S, arrival_timeout_s=_ARRIVAL_S)
         self.client = NodeClient(socket, config, name="fault matrix")
         self.client.register(SPACE)
         self.right = self.alive = self.in_deadline = True
+        self._error = ""
 
     def store(self, *seeds: int) -> None:
         for seed in seeds:
-            self._timed(_CALL_S, partial(store, self.client, prompt(seed)))
+            self._timed(CALL_S, partial(store, self.client, prompt(seed)))
 
     def read(self, *seeds: int) -> int:
         return sum(
-            self._timed(_ARRIVAL_S + _CALL_S, partial(read, self.client, prompt(seed))) or 0
+            self._timed(_ARRIVAL_S + CALL_S, partial(read, self.client, prompt(seed))) or 0
             for seed in seeds
         )
 
@@ -108,7 +110,9 @@ class Trial:
         with suppress(KVHoldError):
             self.client.clear()
             baseline = self.until(self._is_at_baseline)
-        return FaultRow(tier, fault, self.right, self.alive, self.in_deadline, baseline, counted)
+        return FaultRow(
+            tier, fault, self.right, self.alive, self.in_deadline, baseline, counted, self._error
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -143,8 +147,9 @@ class Trial:
             return call()
         except AssertionError:
             self.right = False
-        except KVHoldError:
+        except KVHoldError as error:
             self.alive = False
+            self._error = self._error or str(error)
         finally:
             self.in_deadline = self.in_deadline and time.monotonic() - began <= deadline_s + SLACK_S
         return None

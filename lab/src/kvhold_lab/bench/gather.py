@@ -19,7 +19,7 @@ LAYOUT = Layout(
     tokens_per_chunk=256,
 )
 TOKENS_PER_BLOCK = 16
-NUM_CHUNKS = 8  # 256 MiB, larger than caches
+NUM_CHUNKS = 8  # 256 MiB
 ROUNDS = 9
 THREADS = (1, 2)
 
@@ -72,7 +72,7 @@ class GatherEngine:
 
 
 def touched(nbytes: int) -> npt.NDArray[np.uint8]:
-    """uint8 [nbytes], page-aligned, with all pages present."""
+    """uint8 [nbytes], page-aligned, present."""
     page = 4096
     raw = np.empty(nbytes + page, np.uint8)
     skip = -raw.ctypes.data % page

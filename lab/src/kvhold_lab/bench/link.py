@@ -32,7 +32,6 @@ class LinkRow:
     ttft_p50_s:   of hits; in the row COLD, of computed prompts
     link_s:       of a prompt's bytes
     kl:           mean KL(computed || loaded) of the first token, in nats
-    cached_share: the loaded share of the prompts
     """
 
     codec: str

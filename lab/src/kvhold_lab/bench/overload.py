@@ -19,6 +19,7 @@ from kvhold.core.checksums import BYTES
 from kvhold.core.config import Config
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Query, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.core.store_options import StoreOptions
 from kvhold.memory.slab import SLAB_BYTES, size_class
 from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode, split_number
@@ -215,7 +216,8 @@ def _store_all(client: "RawClient", load: OverloadSizes) -> tuple[Query, Query]:
 
 
 def store_unwritten(client: "RawClient", space: Namespace, names: ChunkNames, shard: int) -> bool:
-    granted = client.ask(m.Reserve(space.layout.fingerprint, names, shard))
+    options = StoreOptions(tenant=space.tenant)
+    granted = client.ask(m.Reserve(space.layout.fingerprint, names, shard, options))
     if not granted.reservation:
         return False
     checksums = bytes(BYTES * len(names) * len(space.layout.groups))
@@ -233,7 +235,8 @@ def _parts(names: ChunkNames, most: int) -> Iterator[ChunkNames]:
 
 
 def query_of(space: Namespace, names: ChunkNames) -> Query:
-    return Query(space.digest, space.layout.fingerprint, space.shards, names.hashes)
+    fingerprint = space.layout.fingerprint
+    return Query(space.digest, fingerprint, space.shards, names.hashes, tenant=space.tenant)
 
 
 def _fill_disk(folder: Path, num_chunks: int) -> None:

@@ -4,9 +4,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,77 +13,77 @@ from typing import IO
 
 import numpy as np
 
-from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, make_key
-from kvhold.core.layout import Group, Layout
-from kvhold.core.status import FollowedPeerStatus, check_status
+from kvhold.core.keys import HASH_BYTES, Prompt
 from kvhold.memory.slab import SLAB_BYTES, size_class
 from kvhold.net.nixl_agent import is_installed
 from kvhold.node import NodeClient
 from kvhold.tiers.registry import make_tier
 from kvhold_lab.bench.limits import RawSocket
+from kvhold_lab.bench.peers_engines import host_rows, once_rows
+from kvhold_lab.bench.peers_nodes import (
+    GET_CHUNKS,
+    PATIENCE_S,
+    SMALL,
+    chunk_bytes,
+    find_prompt,
+    followed,
+    keys_of,
+    large,
+    make_chunks_prompt,
+    random_names,
+    store_chunks,
+    stored_prompts,
+    two_nodes,
+    unhashed,
+    url_of_peers,
+    wait_for_followers,
+    wait_until,
+)
+from kvhold_lab.bench.peers_others import lmcache_row, mooncake_row
+from kvhold_lab.bench.peers_rows import PeersRow, PeersSizes, peers_row
 from kvhold_lab.bench.raw_nixl import RawNixl
 from kvhold_lab.bench.rows import in_turn
 from kvhold_lab.bench.servers import RunningPeer, running_peer
 from kvhold_lab.bench.throttle import Throttle
 
-GET_CHUNKS = 64
+PARTS = ("get", "link", "nixl", "index", "events", "serving")
+OTHERS = ("mooncake", "lmcache")
+WITH_ENGINES = ("hosts", "once")
 LOOKUP_TOKENS = 32_000
 INDEX_BYTES = 48.0
 EVENT_MS = 20.0
-_PATIENCE_S = 120.0
-_PATIENT = "&".join(f"{name}_timeout_s=60" for name in ("probe", "get", "answer"))
 _AT_ONCE = 1000
 _BATCHES_A_SECOND = 100
 _LOOK_S = 0.0005
 _PACE_S = 0.002
-_SMALL = Namespace(
-    model="bench",
-    layout=Layout(
-        groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),),
-        tokens_per_chunk=256,
-    ),
-)
+_LOWEST = 19
 
 
-@dataclass(frozen=True)
-class PeersRow:
-    name: str
-    value: float
-    unit: str
-    limit: float
-    ratio: float
-    goal: str
-
-
-@dataclass(frozen=True)
-class PeersSizes:
-    """link_gbit_s: of a slower link, for a second get
-    layers:      of a chunk, 128 KiB each
-    lookups:     in each round, beside a serving node and an idle one
-    """
-
-    rounds: int = 9
-    link_gbit_s: float = 1.0
-    layers: int = 16
-    peers: int = 8
-    chunks: int = 100_000
-    lookups: int = 300
-    events_s: int = 10_000
-    event_s: float = 5.0
-
-
-def rows(sizes: PeersSizes) -> Iterator[PeersRow]:
-    yield _get_row(sizes)
-    yield _get_row(sizes, gbit_s=sizes.link_gbit_s)
-    if is_installed():
-        yield _nixl_row(sizes)
-    yield from _index_rows(sizes)
-    yield _event_row(sizes)
-    yield _serving_row(sizes)
-
-
-def _row(name: str, value: float, unit: str, limit: float, goal: str) -> PeersRow:
-    return PeersRow(name, round(value, 4), unit, round(limit, 4), round(value / limit, 4), goal)
+def rows(sizes: PeersSizes, only: Sequence[str] = ()) -> Iterator[PeersRow]:
+    """only: of all; empty: `PARTS`, with NIXL if it is installed"""
+    for part in only or [part for part in PARTS if part != "nixl" or is_installed()]:
+        match part:
+            case "get":
+                yield _get_row(sizes)
+            case "link":
+                yield _get_row(sizes, gbit_s=sizes.link_gbit_s)
+            case "nixl":
+                yield _nixl_row(sizes)
+            case "index":
+                yield from _index_rows(sizes)
+            case "events":
+                yield _event_row(sizes)
+            case "serving":
+                yield _serving_row(sizes)
+                yield _serving_row(sizes, nice=_LOWEST)
+            case "mooncake":
+                yield mooncake_row(sizes)
+            case "lmcache":
+                yield lmcache_row()
+            case "hosts":
+                yield from host_rows(sizes)
+            case "once":
+                yield from once_rows(sizes)
 
 
 def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
@@ -92,8 +91,8 @@ def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
 
     gbit_s: of both links; 0: loopback
     """
-    space = _large(sizes.layers)
-    nbytes = _chunk_bytes(space)
+    space = large(sizes.layers)
+    nbytes = chunk_bytes(space)
     ram_bytes = (sizes.rounds + 2) * GET_CHUNKS * size_class(nbytes) + 4 * SLAB_BYTES
     with ExitStack() as stack:
 
@@ -103,19 +102,19 @@ def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
             link = Throttle(("127.0.0.1", port), bytes_per_s=gbit_s * 1e9 / 8)
             return stack.enter_context(link).port
 
-        first, second = _two_nodes(stack, ram_bytes, way)
-        left = iter(_stored_prompts(first, second, space, sizes.rounds + 1))
+        first, second = two_nodes(stack, ram_bytes, way)
+        left = iter(stored_prompts(first, second, space, sizes.rounds + 1))
         into = [memoryview(bytearray(nbytes)) for _ in range(GET_CHUNKS)]
         bare = stack.enter_context(RawSocket(into, receive=False, way=way))
         seconds = in_turn(
             {
-                "get": lambda: _find(second.client, next(left)),
+                "get": lambda: find_prompt(second.client, next(left)),
                 "TCP": lambda: bare.receive(into),
             },
             rounds=sizes.rounds,
         )
     where = f" over a link of {gbit_s:g} Gbit/s" if gbit_s else ""
-    return _row(
+    return peers_row(
         f"get of {GET_CHUNKS} chunks of {nbytes >> 10:,} KiB from a peer{where}; limit: bare TCP",
         GET_CHUNKS * nbytes / seconds["get"] / 1e9,
         "GB/s",
@@ -125,23 +124,23 @@ def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
 
 
 def _nixl_row(sizes: PeersSizes) -> PeersRow:
-    space = _large(sizes.layers)
-    nbytes = _chunk_bytes(space)
+    space = large(sizes.layers)
+    nbytes = chunk_bytes(space)
     ram_bytes = (sizes.rounds + 2) * GET_CHUNKS * size_class(nbytes) + 4 * SLAB_BYTES
     with ExitStack() as stack:
-        first, second = _two_nodes(stack, ram_bytes, channel="nixl")
-        prompts = _stored_prompts(first, second, space, sizes.rounds + 1)
-        _until(lambda: _followed(second.client)["channel"] == "nixl")
+        first, second = two_nodes(stack, ram_bytes, channel="nixl")
+        prompts = stored_prompts(first, second, space, sizes.rounds + 1)
+        wait_until(lambda: followed(second.client)["channel"] == "nixl")
         left = iter(prompts)
         into = [memoryview(bytearray(nbytes)) for _ in range(GET_CHUNKS)]
         bare = stack.enter_context(RawNixl(into))
         seconds = in_turn(
-            {"get": lambda: _find(second.client, next(left)), "NIXL": bare.read},
+            {"get": lambda: find_prompt(second.client, next(left)), "NIXL": bare.read},
             rounds=sizes.rounds,
         )
-        came = _followed(second.client)["nixl_bytes"]
+        came = followed(second.client)["nixl_bytes"]
         assert came == len(prompts) * GET_CHUNKS * nbytes, f"only {came} bytes came by NIXL"
-    return _row(
+    return peers_row(
         f"get of {GET_CHUNKS} chunks of {nbytes >> 10:,} KiB from a peer by NIXL; limit: NIXL "
         "alone, in one read",
         GET_CHUNKS * nbytes / seconds["get"] / 1e9,
@@ -151,54 +150,23 @@ def _nixl_row(sizes: PeersSizes) -> PeersRow:
     )
 
 
-def _two_nodes(
-    stack: ExitStack,
-    ram_bytes: int,
-    way: Callable[[int], int] = lambda port: port,
-    channel: str = "tcp",
-) -> tuple[RunningPeer, RunningPeer]:
-    first = stack.enter_context(running_peer(ram_bytes=ram_bytes, channel=channel))
-    port = way(int(first.address.rpartition(":")[2]))
-    url = _following(replace(first, address=f"127.0.0.1:{port}"))
-    return first, stack.enter_context(running_peer(url, ram_bytes=ram_bytes, channel=channel))
-
-
-def _stored_prompts(
-    first: RunningPeer, second: RunningPeer, space: Namespace, count: int
-) -> list[Prompt]:
-    prompts = [_prompt(space, GET_CHUNKS, seed) for seed in range(count)]
-    for node in (first, second):
-        node.client.register(space)
-        _until(partial(_is_touched, node.client))
-    for prompt in prompts:
-        _store(first.client, space, prompt.chunks(), os.urandom(_chunk_bytes(space)))
-    _wait_for_followers([first], second.client)
-    return prompts
-
-
-def _followed(client: NodeClient) -> FollowedPeerStatus:
-    [tier] = check_status(client.status())["tiers"]
-    [peer] = tier["followed_peers"]["peers"]
-    return peer
-
-
 def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:
-    size = _SMALL.layout.tokens_per_chunk
+    size = SMALL.layout.tokens_per_chunk
     with ExitStack() as stack:
         ram_bytes = sizes.chunks * size_class(size) + 8 * SLAB_BYTES
         peers = [stack.enter_context(running_peer(ram_bytes=ram_bytes)) for _ in range(sizes.peers)]
         for peer in peers:
-            peer.client.register(_SMALL)
+            peer.client.register(SMALL)
             for first in range(0, sizes.chunks, _AT_ONCE):
-                _store(peer.client, _SMALL, _names(min(_AT_ONCE, sizes.chunks - first)))
-        following = stack.enter_context(running_peer(_following(*peers))).client
+                store_chunks(peer.client, SMALL, random_names(min(_AT_ONCE, sizes.chunks - first)))
+        following = stack.enter_context(running_peer(url_of_peers(*peers))).client
         alone = stack.enter_context(running_peer()).client
         tiered = stack.enter_context(running_peer("memory://?max_bytes=64MiB")).client
-        held, missing = (_prompt(_SMALL, LOOKUP_TOKENS // size, seed) for seed in (1, 2))
+        held, missing = (make_chunks_prompt(SMALL, LOOKUP_TOKENS // size, seed) for seed in (1, 2))
         for client in (following, alone, tiered):
-            client.register(_SMALL)
-            _store(client, _SMALL, held.chunks())
-        _wait_for_followers(peers, following)
+            client.register(SMALL)
+            store_chunks(client, SMALL, held.chunks())
+        wait_for_followers(peers, following)
         for what, prompt, tokens, other, limit in (
             ("hit", held, LOOKUP_TOKENS, alone, "without tiers"),
             ("miss", missing, 0, alone, "without tiers"),
@@ -206,12 +174,12 @@ def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:
         ):
             seconds = in_turn(
                 {
-                    "peers": partial(_find, following, prompt, tokens),
-                    "other": partial(_find, other, prompt, tokens),
+                    "peers": partial(find_prompt, following, prompt, tokens),
+                    "other": partial(find_prompt, other, prompt, tokens),
                 },
                 rounds=20 * sizes.rounds,
             )
-            yield _row(
+            yield peers_row(
                 f"lookup of {LOOKUP_TOKENS:,} tokens, a {what}, with {sizes.peers} peers of "
                 f"{sizes.chunks:,} chunks; limit: {limit}",
                 1e3 * seconds["peers"],
@@ -220,7 +188,7 @@ def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:
                 "at most 1.2",
             )
         [tier] = following.status()["tiers"]
-        yield _row(
+        yield peers_row(
             "index of the peers' chunks",
             (tier["index_bytes"] or 0) / (sizes.peers * sizes.chunks),
             "bytes a chunk",
@@ -232,7 +200,7 @@ def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:
 def _event_row(sizes: PeersSizes) -> PeersRow:
     num_batches = max(2, int(sizes.event_s * _BATCHES_A_SECOND))
     batch = max(1, sizes.events_s // _BATCHES_A_SECOND)
-    ram_bytes = num_batches * batch * size_class(_SMALL.layout.tokens_per_chunk) + 8 * SLAB_BYTES
+    ram_bytes = num_batches * batch * size_class(SMALL.layout.tokens_per_chunk) + 8 * SLAB_BYTES
     with running_peer(ram_bytes=ram_bytes) as node:
         call = f"store_steadily({str(node.socket)!r}, {num_batches}, {batch})"
         with _apart(call) as (given, said):
@@ -240,7 +208,7 @@ def _event_row(sizes: PeersSizes) -> PeersRow:
             stored_s: list[float] = json.loads(said.readline())
     ways_ms = [1e3 * (found - stored) for found, stored in zip(found_s, stored_s, strict=True)]
     rate = (num_batches - 1) * batch / (stored_s[-1] - stored_s[0])
-    return _row(
+    return peers_row(
         f"median way of an event into a peer's index, at {rate:,.0f} events a second",
         median(ways_ms),
         "ms",
@@ -250,15 +218,15 @@ def _event_row(sizes: PeersSizes) -> PeersRow:
 
 
 async def _follow(node: RunningPeer, given: IO[str], num_batches: int, batch: int) -> list[float]:
-    tier, _ = make_tier(_following(node))
+    tier, _ = make_tier(url_of_peers(node))
     found_s = []
     try:
         await tier.check()
         given.write("begin\n")
         given.flush()
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
             for number in range(num_batches):
-                [key] = _keys(_names(batch, number).hashes[-HASH_BYTES:])
+                [key] = keys_of(random_names(batch, number).hashes[-HASH_BYTES:])
                 while (await tier.probe([key]))[0] is None:  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(_LOOK_S)
                 found_s.append(time.monotonic())
@@ -269,28 +237,35 @@ async def _follow(node: RunningPeer, given: IO[str], num_batches: int, batch: in
 
 def store_steadily(path: str, num_batches: int, batch: int) -> None:
     with NodeClient(Path(path), name="kvhold bench, storing") as client:
-        client.register(_SMALL)
+        client.register(SMALL)
         sys.stdin.readline()
         stored_s = []
         due_s = time.monotonic()
         for number in range(num_batches):
             time.sleep(max(0.0, due_s - time.monotonic()))
             due_s += 1 / _BATCHES_A_SECOND
-            stored_s.append(_store(client, _SMALL, _names(batch, number)))
+            stored_s.append(store_chunks(client, SMALL, random_names(batch, number)))
         print(json.dumps(stored_s), flush=True)
 
 
-def _serving_row(sizes: PeersSizes) -> PeersRow:
-    space, size = _large(sizes.layers), _SMALL.layout.tokens_per_chunk
-    nbytes = _chunk_bytes(space)
+def _serving_row(sizes: PeersSizes, nice: int = 0) -> PeersRow:
+    """nice: of the reading peer, which takes cores that on another host would be its own"""
+    space, size = large(sizes.layers), SMALL.layout.tokens_per_chunk
+    nbytes = chunk_bytes(space)
     p99_s: dict[bool, list[float]] = {False: [], True: []}
     with running_peer(ram_bytes=GET_CHUNKS * size_class(nbytes) + 8 * SLAB_BYTES) as node:
-        prompt = _prompt(_SMALL, LOOKUP_TOKENS // size, 1)
-        for stored in (space, _SMALL):
+        prompt = make_chunks_prompt(SMALL, LOOKUP_TOKENS // size, 1)
+        for stored in (space, SMALL):
             node.client.register(stored)
-        _store(node.client, space, _prompt(space, GET_CHUNKS, 0).chunks(), os.urandom(nbytes))
-        _store(node.client, _SMALL, prompt.chunks())
-        with _apart(f"read_steadily({_following(node)!r}, {sizes.layers})") as (given, said):
+        store_chunks(
+            node.client,
+            space,
+            make_chunks_prompt(space, GET_CHUNKS, 0).chunks(),
+            os.urandom(nbytes),
+        )
+        store_chunks(node.client, SMALL, prompt.chunks())
+        call = f"read_steadily({url_of_peers(node)!r}, {sizes.layers}, {nice})"
+        with _apart(call) as (given, said):
             said.readline()
             read_bytes, read_s = 0, 0.0
             for number in range(2 * sizes.rounds + 2):
@@ -307,8 +282,9 @@ def _serving_row(sizes: PeersSizes) -> PeersRow:
                     read_bytes, read_s = read_bytes + phase["bytes"], read_s + phase["s"]
                 if number >= 2:
                     p99_s[is_read].append(p99)
-    return _row(
-        f"p99 of an engine's lookup of {LOOKUP_TOKENS:,} tokens while a peer reads "
+    reader = "a peer of lowest priority" if nice else "a peer"
+    return peers_row(
+        f"p99 of an engine's lookup of {LOOKUP_TOKENS:,} tokens while {reader} reads "
         f"{read_bytes / read_s / 1e9:.1f} GB/s; limit: alone",
         1e3 * median(p99_s[True]),
         "ms",
@@ -321,7 +297,7 @@ def _p99_of_lookups(client: NodeClient, prompt: Prompt, count: int) -> float:
     taken_s = []
     for _ in range(count):
         began_s = time.perf_counter()
-        hit = client.lookup(_unhashed(prompt).query())
+        hit = client.lookup(unhashed(prompt).query())
         taken_s.append(time.perf_counter() - began_s)
         assert hit.num_tokens == LOOKUP_TOKENS, hit.reason
         hit.close()
@@ -329,17 +305,18 @@ def _p99_of_lookups(client: NodeClient, prompt: Prompt, count: int) -> float:
     return float(np.percentile(taken_s, 99))
 
 
-def read_steadily(url: str, layers: int) -> None:
+def read_steadily(url: str, layers: int, nice: int) -> None:
+    os.nice(nice)
     asyncio.run(_read_steadily(url, layers))
 
 
 async def _read_steadily(url: str, layers: int) -> None:
-    space = _large(layers)
-    keys = _keys(_prompt(space, GET_CHUNKS, 0).chunks().hashes, space)
+    space = large(layers)
+    keys = keys_of(make_chunks_prompt(space, GET_CHUNKS, 0).chunks().hashes, space)
     tier, _ = make_tier(url)
     try:
         await tier.check()
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
             while None in (sizes := await tier.probe(keys)):  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(_LOOK_S)
         into = [[memoryview(bytearray(size))] for size in sizes if isinstance(size, int)]
@@ -368,84 +345,3 @@ def _apart(call: str) -> Iterator[tuple[IO[str], IO[str]]]:
         except BaseException:
             process.kill()
             raise
-
-
-def _following(*peers: RunningPeer) -> str:
-    return f"peers://{','.join(peer.address for peer in peers)}?{_PATIENT}"
-
-
-def _large(layers: int) -> Namespace:
-    group = Group(layers=layers, planes=2, heads=8, head_dim=64, dtype="bfloat16")
-    return Namespace(model="bench, large", layout=Layout(groups=(group,), tokens_per_chunk=64))
-
-
-def _chunk_bytes(space: Namespace) -> int:
-    return space.layout.chunk_bytes(0, space.layout.tokens_per_chunk)
-
-
-def _prompt(space: Namespace, num_chunks: int, seed: int) -> Prompt:
-    num_tokens = num_chunks * space.layout.tokens_per_chunk
-    tokens = np.random.default_rng(seed).integers(0, 128_000, num_tokens, dtype=np.int32)
-    return space.prompt(tokens)
-
-
-def _unhashed(prompt: Prompt) -> Prompt:
-    return prompt.namespace.prompt(prompt.tokens)
-
-
-def _names(count: int, seed: int | None = None) -> ChunkNames:
-    hashes = np.random.default_rng(seed).bytes(count * HASH_BYTES)
-    return ChunkNames(_SMALL.digest, hashes)
-
-
-def _keys(hashes: bytes, space: Namespace = _SMALL) -> list[bytes]:
-    return [
-        make_key(space.digest, hashes[at : at + HASH_BYTES], 0, 0)
-        for at in range(0, len(hashes), HASH_BYTES)
-    ]
-
-
-def _store(
-    client: NodeClient, space: Namespace, names: ChunkNames, data: bytes | None = None
-) -> float:
-    with client.reserve(space.layout, names) as reservation:
-        assert len(reservation.granted) == len(names), "the node's memory is large enough"
-        if data is not None:
-            for at in reservation.chunks().offsets:
-                reservation.buffer[at : at + len(data)] = np.frombuffer(data, np.uint8)
-        now_s = time.monotonic()
-        reservation.commit()
-    return now_s
-
-
-def _find(client: NodeClient, prompt: Prompt, num_tokens: int | None = None) -> None:
-    with client.lookup(_unhashed(prompt).query()) as hit:
-        expected = len(prompt.tokens) if num_tokens is None else num_tokens
-        assert hit.num_tokens == expected, f"{hit.num_tokens} of {expected} tokens: {hit.reason}"
-
-
-def _wait_for_followers(peers: Sequence[RunningPeer], follower: NodeClient) -> None:
-    follower.register(_SMALL)
-    for number, peer in enumerate(peers):
-        last = _prompt(_SMALL, 1, 1000 + number)
-        peer.client.register(_SMALL)
-        _store(peer.client, _SMALL, last.chunks())
-        _until(partial(_is_found, follower, last))
-
-
-def _is_found(client: NodeClient, prompt: Prompt) -> bool:
-    with client.lookup(prompt.query()) as hit:
-        return hit.num_tokens == len(prompt.tokens)
-
-
-def _is_touched(client: NodeClient) -> bool:
-    status = client.status()
-    return status["arena_touched_bytes"] >= 0.99 * status["arena_bytes"]
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"not within {_PATIENCE_S:g} s")
-        time.sleep(0.05)

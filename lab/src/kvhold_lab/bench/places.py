@@ -21,10 +21,10 @@ class BenchPlace(Protocol):
         pass
 
     def full_url(self) -> str | None:
-        """Return a full place's URL; None: impossible."""
+        """None: impossible."""
 
     def denied_url(self) -> str | None:
-        """Return a URL without rights; None: the place has none."""
+        """None: the place has no rights."""
 
     def kill(self) -> None:
         pass

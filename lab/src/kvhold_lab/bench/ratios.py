@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 _RESAMPLES = 4_000
-_CPU_TICK_S = 0.01  # of a coarse CPU clock, which reads 0 within its first tick
+_CPU_TICK_S = 0.01  # of a coarse CPU clock
 
 
 @dataclass(frozen=True)

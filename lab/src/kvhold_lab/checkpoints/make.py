@@ -1,4 +1,4 @@
-"""Make a checkpoint, once for each release of transformers and torch."""
+"""A checkpoint for each release of transformers and torch."""
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -25,7 +25,7 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
-    """Make a checkpoint if it is missing. Safe in several processes. Raises ValueError, OSError."""
+    """Make it if it is missing. Safe in several processes. Raises ValueError, OSError."""
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]

@@ -1,4 +1,4 @@
-"""The classes of models, as small as vLLM runs them: heads of 32, an MLA latent of 512 + 64."""
+"""The classes of models, as small as vLLM runs them."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +14,7 @@ WINDOW = 64
 @dataclass(frozen=True)
 class Recipe:
     """kind:   "adapters": two LoRA adapters; "image": takes images
-    engine: necessary arguments of vLLM; `why` explains them
+    engine: arguments of vLLM; `why` explains them
     """
 
     covers: str

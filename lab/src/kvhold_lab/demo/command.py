@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
+from kvhold_lab.bench.rows import machine_and_load, needing
 from kvhold_lab.demo.report import draw, render
 from kvhold_lab.demo.run import run
 from kvhold_lab.engines.engine import is_vllm_available
 from kvhold_lab.engines.models import make_model
+from kvhold_lab.interruption import ending_in_order
 from kvhold_lab.options import (
     default_option,
     json_option,
@@ -19,6 +21,9 @@ from kvhold_lab.options import (
     plot_option,
     tokens_option,
 )
+
+_BLEND_REPEATS = 5
+_PERMIT_PROMPTS = 150
 
 
 @click.command()
@@ -31,6 +36,13 @@ from kvhold_lab.options import (
     is_flag=True,
     help="Show prefill and decode on two engines behind `kvhold proxy` instead.",
 )
+@click.option(
+    "--blend",
+    "is_blend",
+    is_flag=True,
+    help="Show five documents in an order never seen instead (transformers; trains a small model "
+    "the first time).",
+)
 @json_option("the figures")
 @plot_option("the table as a picture, such as demo.png", "--picture")
 def command(
@@ -38,6 +50,7 @@ def command(
     tokens: int,
     repeats: int,
     is_pair: bool,
+    is_blend: bool,
     json_file: Path | None,
     picture: Path | None,
 ) -> None:
@@ -45,9 +58,20 @@ def command(
 
     Exits with 1 if a hit changed an output, or nothing was reused.
     """
-    if is_pair:
-        _show_pair(model_size, tokens, repeats, json_file, picture)
-        return
+    if is_pair and is_blend:
+        raise click.UsageError("give --pd or --blend, not both")
+    with ending_in_order():
+        if is_blend:
+            _show_blend(tokens, max(repeats, _BLEND_REPEATS), json_file, picture)
+        elif is_pair:
+            _show_pair(model_size, tokens, repeats, json_file, picture)
+        else:
+            _show(model_size, tokens, repeats, json_file, picture)
+
+
+def _show(
+    model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None
+) -> None:
     if not is_vllm_available():
         click.echo("vLLM is not installed here; the demo runs on transformers instead.")
     click.echo(
@@ -76,6 +100,22 @@ def _show_pair(
     _check(result.handed_tokens, "nothing was handed over", identical=result.identical)
 
 
+def _show_blend(tokens: int, repeats: int, json_file: Path | None, picture: Path | None) -> None:
+    with needing("'kvhold[transformers]'"):
+        from kvhold_lab.demo.blend import run_blend
+        from kvhold_lab.demo.blend_report import draw_blend, render_blend
+
+    result = run_blend(
+        num_tokens=tokens, repeats=repeats, permit_prompts=_PERMIT_PROMPTS, say=click.echo
+    )
+    click.echo(f"\n{machine_and_load()}\n{render_blend(result)}\n")
+    figures = result.as_json()
+    _write_files(figures, json_file, partial(draw_blend, result), picture)
+    if not figures["reused_tokens"]:
+        click.echo("kvhold demo: FAILED: nothing was reused", err=True)
+        sys.exit(1)
+
+
 def _write_files(
     figures: dict[str, Any],
     json_file: Path | None,
@@ -90,7 +130,6 @@ def _write_files(
 
 
 def _check(tokens: int, fault: str, *, identical: bool) -> None:
-    """fault: what zero tokens mean"""
     if not identical or not tokens:
         fault = fault if identical else "the outputs differ"
         click.echo(f"kvhold demo: FAILED: {fault}", err=True)

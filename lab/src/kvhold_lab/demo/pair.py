@@ -22,7 +22,7 @@ from kvhold_lab.servers.proxy import ProxyProcess
 
 _OUTPUT_TOKENS = 32
 _LONG_OUTPUT_TOKENS = 192
-_SHORT_PROMPT_TOKENS = 64  # has no prefill part
+_SHORT_PROMPT_TOKENS = 64
 _NODE_OUTLIVES_ENGINES_S = 120.0
 _START_S = 600.0
 _OTHERS = 1_000
@@ -31,8 +31,7 @@ _LOADED = "vllm:external_prefix_cache_hits_total"
 
 @dataclass
 class ArrangementTimes:
-    """ttft_s:      by prompt
-    gaps_s:      between tokens, while nothing else runs
+    """gaps_s:      between tokens, while nothing else runs
     busy_gaps_s: of a long answer, while others' prompts are computed
     """
 

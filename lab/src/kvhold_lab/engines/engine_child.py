@@ -32,7 +32,7 @@ class EngineDriver(Protocol):
     def generate_many(self, request: GenerateMany) -> GeneratedMany: ...
 
     def reset_prefix_cache(self) -> bool:
-        """False: the engine refused."""
+        """False: refused."""
 
     def close(self) -> None: ...
 

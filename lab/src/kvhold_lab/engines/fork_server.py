@@ -2,7 +2,7 @@
 
     python -m kvhold_lab.engines.fork_server DESCRIPTOR OWNER
 
-DESCRIPTOR is a listening socket of packets. The server ends with the lock of the file OWNER.
+DESCRIPTOR is a listening socket. The server ends with the lock of the file OWNER.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _MODULES = (
 _STARTS_OTHERS = ("vllm.entrypoints.openai.api_server", "kvhold_lab.verify.engine_child")
 MOST_REQUEST_BYTES = 1 << 16
 READY = b"ready"
-_LOOK_S = 2.0  # at the owner
+_LOOK_S = 2.0
 
 
 class Fork(msgspec.Struct, frozen=True):

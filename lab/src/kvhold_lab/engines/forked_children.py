@@ -1,7 +1,4 @@
-"""Fork the children that `multiprocessing` would spawn.
-
-Spawned engine cores and workers would import vLLM again.
-"""
+"""Fork the children that `multiprocessing` would spawn, which would import vLLM again."""
 
 import os
 import socket
@@ -14,10 +11,7 @@ from typing import Any
 
 
 def fork_children(folder: Path) -> None:
-    """Call it first, while this process has one thread. The children's own children are spawned.
-
-    Their output goes to the log: this process's may be its answers.
-    """
+    """Call it first, while this process has one thread. The children's own children are spawned."""
     address = str(folder / f"{os.getpid()}.children")
     alive, ours = os.pipe()
     with socket.socket(socket.AF_UNIX) as listening:

@@ -69,7 +69,6 @@ class Generated(ChildReply, frozen=True, kw_only=True, tag="generated"):
     token_ids: list[int]
     num_cached_tokens: int
     first_logprobs: list[float] = msgspec.field(default_factory=list)
-    # the connector's answer
     kv_transfer_params: dict[str, Any] = msgspec.field(default_factory=dict)
 
 

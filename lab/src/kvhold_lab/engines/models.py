@@ -120,7 +120,7 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """Make a checkpoint if it is missing. Safe in several processes. Raises ValueError, OSError."""
+    """Make it if it is missing. Safe in several processes. Raises ValueError, OSError."""
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")
     geometry = SIZES[size]

@@ -167,7 +167,7 @@ class _Server:
             raise
 
     def fork(self, request: bytes, log: IO[bytes], *, pipes: bool) -> ForkedProcess:
-        """Raises OSError: the server has died."""
+        """Raises OSError."""
         if not self._is_ready:
             self._receive()
             self._is_ready = True

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from kvhold_lab.engines.preloaded import ForkedProcess, spawn
 
 _LOG_TAIL_BYTES = 3_000
 _STACKS_TAIL_BYTES = 12_000
+_SEARCHED_BYTES = 64 << 10
+_ERROR = re.compile(r"\b\w+(?:Error|Exception): .{1,300}")
 _STACKS_WAIT_S = 5.0
 
 
@@ -101,7 +104,7 @@ class LoggedProcess:
         return True
 
     def kill(self) -> None:
-        """Needed even after the process's end. Other sessions live on."""
+        """Needed even after the process's end."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -114,7 +117,7 @@ class LoggedProcess:
             self._log.close()
 
     def log_tail(self, nbytes: int = 0) -> str:
-        """nbytes: 0: the default; ignored after the process has ended"""
+        """nbytes: 0: the default"""
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
@@ -130,8 +133,11 @@ class LoggedProcess:
                 else f"ended with exit code {code}"
             )
         where = f" ({self._log_path})" if self._log_path is not None else ""
+        # an engine's parent has the last word, but not the cause
+        found = _ERROR.search(self.log_tail(_SEARCHED_BYTES))
+        first = f"; its first error: {found[0]}" if found else ""
         return EngineFailed(
-            f"{doing}: {self._name} (pid {self.pid}) {what}; the end of its "
+            f"{doing}: {self._name} (pid {self.pid}) {what}{first}; the end of its "
             f"log{where}:\n{self.log_tail()}"
         )
 

@@ -122,7 +122,6 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _refusal(error: BaseException) -> Refusal:
-    """Prefer an error of kvhold among the causes."""
     seen = [error]
     while (cause := seen[-1].__cause__ or seen[-1].__context__) is not None and cause not in seen:
         seen.append(cause)

@@ -108,7 +108,7 @@ class SteppedEngine:
         return bool(self.engine.has_unfinished_requests())
 
     def step(self) -> list[Any]:
-        """If nothing could be computed, wait a millisecond, as vLLM does."""
+        """If nothing was computed, wait a millisecond."""
         began = time.perf_counter()
         outputs: list[Any] = self.engine.step()
         if not outputs and time.perf_counter() - began < 0.002:

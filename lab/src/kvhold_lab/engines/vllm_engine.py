@@ -1,4 +1,4 @@
-"""A vLLM engine in this process, stepped by hand. One a process."""
+"""One vLLM engine a process, stepped by hand."""
 
 import os
 import time

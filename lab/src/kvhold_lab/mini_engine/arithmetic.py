@@ -46,7 +46,7 @@ def gate(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotation_table(num_positions: int, width: int, base: float, device: str) -> torch.Tensor:
-    """[2, positions, width / 2]: cosines and sines, by the CPU."""
+    """[2, positions, width / 2]: cosines, sines."""
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
     return ((torch.stack([angles.cos(), angles.sin()]) / _ANGLE_STEP).round_() * _ANGLE_STEP).to(

@@ -24,7 +24,7 @@ Sample = Callable[[torch.Tensor], list[int]]
 class Calls(Protocol):
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Make the connector this process's; engines take turns."""
+        """Make the connector this process's."""
 
     def before_blocks(self, output: SchedulerOutput) -> None: ...
 

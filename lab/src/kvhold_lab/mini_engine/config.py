@@ -68,7 +68,7 @@ class MiniEngineOptions:
     max_tokens:    of a request and its answer
     asynchronous:  schedule a step before the previous one is computed
     second_runner: see `calls.py`; None: vLLM chooses
-    zero_blocks:   zero new blocks, as vLLM does for state models
+    zero_blocks:   as vLLM does for states
     """
 
     shape: ModelShape

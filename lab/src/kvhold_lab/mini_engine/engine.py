@@ -59,7 +59,7 @@ class MiniEngine:
         keep_digests: bool = False,
         **options: Any,
     ) -> None:
-        """model: a key of `SHAPES`; options: of `MiniEngineOptions`, `shape` for another model
+        """model: a key of `SHAPES`; options: of `MiniEngineOptions`
 
         connector:    as `kv_connector_extra_config`
         """

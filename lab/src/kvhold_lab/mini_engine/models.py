@@ -1,4 +1,4 @@
-"""Models over paged KV. Layers write their tokens' KV to the blocks, then read all from there."""
+"""Models over paged KV. Layers write to the blocks, then read all from there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from kvhold_lab.mini_engine.arithmetic import choose
 from kvhold_lab.mini_engine.calls import calls_of
 from kvhold_lab.mini_engine.models import Model, ModelBatch, ModelKeys, ModelSpan, Slots
 
-_QUERIES = 128  # bounds the memory of attention weights
+_QUERIES = 128
 
 Array = npt.NDArray[np.int64]
 

@@ -7,8 +7,7 @@
 
     ASK entity entity IS value value END
 
-Definitions are in other documents than the use: a document alone does not tell the value, and the
-later definition is wrong.
+Definitions are in other documents than the use; the later one is wrong.
 """
 
 from dataclasses import dataclass
@@ -97,7 +96,6 @@ def draw(rng: np.random.Generator, shape: Shape, num_questions: int) -> Exercise
 def _write(
     rng: np.random.Generator, records: list[tuple[list[int], int]], num_tokens: int
 ) -> tuple[Tokens, Tokens]:
-    """A document, and its labels."""
     spare = num_tokens - 1 - 3 * len(records)
     if spare < 0:
         raise ValueError(f"{len(records)} records do not fit into {num_tokens} tokens")

@@ -1,4 +1,4 @@
-"""The trained model, made once for each release of transformers and torch."""
+"""The trained model, for each release of transformers and torch."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -11,7 +11,7 @@ _RECIPE = 1  # increase when the language or the training changes
 
 
 def make_retrieval_model(root: Path | None = None) -> Path:
-    """Return the folder of the checkpoint; trains it if it is missing. Raises OSError."""
+    """Return the folder; trains if it is missing. Raises OSError."""
     root = default_root() if root is None else root
     state = [
         _RECIPE,

@@ -1,7 +1,5 @@
 """Train a small Llama (RoPE, grouped heads) to answer `language`'s questions, in three minutes of
-one core. The same seed and machine give the same weights.
-
-Documents stand at random distances, so that short ones teach long prompts.
+one core. Documents stand at random distances, so that short ones teach long prompts.
 """
 
 import math
@@ -183,15 +181,13 @@ def _start_recalling(model: Any) -> None:
     """Set the first heads of each layer so that recall can begin.
 
     In layer 0 they write the last token and the one before it; above, they look for a place where
-    the last token is this one, or the one before the last, and copy its content. Random
-    weights take many times as many steps.
+    the last token is this one, or the one before the last, and copy its content.
     """
     import torch
 
     config = model.config
     size, hidden, rotary = config.head_dim, config.hidden_size, config.head_dim // 2
-    first, second = slice(0, size), slice(size, 2 * size)  # they share the first head of keys
-    # channels that hardly turn
+    first, second = slice(0, size), slice(size, 2 * size)
     slow = torch.cat(
         [torch.arange(rotary // 2, rotary), torch.arange(rotary // 2, rotary) + rotary]
     )

@@ -86,7 +86,7 @@ class ServerProcess:
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """Stop answering until `resume`; the kernel still accepts connections."""
+        """Stop answering until `resume`."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -1,7 +1,4 @@
-"""Redis servers: one, a cluster, or a primary, a replica and sentinels.
-
-They need redis-server, redis-sentinel, and openssl for TLS.
-"""
+"""Redis servers: one, a cluster, or a primary, a replica and sentinels."""
 
 import secrets
 import socket

@@ -102,7 +102,6 @@ def _policies_for(read: Trace) -> tuple[str, ...]:
 
 
 def _with_aims(policies: Sequence[str], policies_for: Sequence[str]) -> list[tuple[str, str]]:
-    """`policy_for` is empty for policies other than `learned`."""
     return [
         (policy, aim)
         for policy in policies

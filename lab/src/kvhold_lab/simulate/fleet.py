@@ -42,7 +42,7 @@ class FleetSetup:
 class FleetRow:
     """found_here, found_at_peers, found_shared: shares of all tokens
 
-    Rates are one host's. index_chunks: different chunks of a host's peers, at the end; a mean
+    Rates are one host's. index_chunks: of a host's peers, mean
     """
 
     hosts: int
@@ -65,7 +65,7 @@ class _Lru:
         self.here: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chunks: Sequence[int], num_here: int) -> tuple[Sequence[int], list[int]]:
-        """Return the stored and the evicted chunks. No prefix goes before its continuation."""
+        """Return the stored and the evicted chunks."""
         stored = chunks[num_here : self._capacity]
         for chunk in reversed(stored):
             self.here[chunk] = None
@@ -118,7 +118,7 @@ class _Holders:
         return len(chunks)
 
     def of_longest(self, prompt: Sequence[int]) -> set[int]:
-        """Hosts with the longest prefix; none without the first chunk."""
+        """Hosts with the longest prefix."""
         best: set[int] = set()
         for chunk in prompt:
             having = self._of.get(chunk, set())

@@ -103,8 +103,7 @@ def command(
 ) -> None:
     """Replay TRACE on fleets of hosts that are each other's peers.
 
-    A line of TRACE is as for `kvhold simulate`, with a timestamp. There is a row for each
-    combination of the options.
+    A line of TRACE is as for `kvhold simulate`, with a timestamp.
     """
     cut = read_trace(trace, block_tokens=block_tokens, num_requests=num_requests).cut(block_tokens)
     chunk_bytes = block_tokens * token_bytes

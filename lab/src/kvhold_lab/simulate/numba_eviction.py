@@ -377,7 +377,7 @@ def _continue_no_more(place: Any, chunk: int) -> None:
 
 @njit
 def _come_back(place: Any, chunk: int, capacity: int) -> Any:
-    """ARC: return 1 + the queue of the chunk's ghost, or 0. A ghost changes the target size."""
+    """ARC: return 1 + the queue of the chunk's ghost, or 0."""
     numbers, ghost = place.numbers, place.nodes[chunk, _GHOST]
     place.nodes[chunk, _QUEUE] = _MAIN if ghost else _SMALL
     if ghost:

@@ -128,7 +128,7 @@ def _save(figure: Any, path: Path) -> None:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
 )
 def main(picture: Path, files: tuple[Path, ...]) -> None:
-    """Draw a panel for each file of `kvhold simulate --json`, named after the file."""
+    """Draw a panel for each file, named after it."""
     try:
         draw_panels({file.stem: read_rows(file) for file in files}, picture)
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Replays a trace on a cache, with any class that has the methods of `Policy`.
 
-A request touches chunks in memory, promotes the next ones, and stores the rest. Chunks have one
-size. Below `learned`, the tier is a real disk index.
+A request touches chunks in memory, promotes the next ones, and stores the rest. Below `learned`,
+the tier is a real disk index.
 """
 
 import pkgutil
@@ -169,9 +169,7 @@ class _Lower(Protocol):
 
 
 class _Tier:
-    """parents: `{key: parent}`; None: unknown
-    victims: all evicted keys, in order
-    """
+    """parents: `{key: parent}`; None: unknown"""
 
     def __init__(self, policy: Policy, capacity: int, parents: dict[bytes, bytes | None]) -> None:
         self.policy = policy
@@ -213,7 +211,7 @@ class _Tier:
         self.policy.insert(key, 1, parent)
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Return the stored keys' number. All are probed before the first write."""
+        """Return the stored keys' number."""
         missing = [key for key in keys if key not in self._here]
         reserved = [key for key in missing if self._reserve(key, None)]
         for key in reserved:

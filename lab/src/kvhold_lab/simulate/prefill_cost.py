@@ -15,7 +15,7 @@ from kvhold.core.planning import ComputeCost
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """tokens_per_s:     at the beginning of a prompt
+    """tokens_per_s:     at a prompt's beginning
     attention_tokens: where attention takes as long as all else; infinite: no attention
     """
 

@@ -49,8 +49,8 @@ class Setup:
 class SimulatedRow:
     """hit_rate:         tokens found / tokens of all prompts
     saved_s:          seconds of prefill, without the time to load
-    evicted:          from memory, as `evictions`
-    written_bytes:    as `disk_bytes_written`; 0 for `belady`
+    evicted:          from memory
+    written_bytes:    to disk; 0 for `belady`
     events_per_s:     chunks replayed, in one thread
     """
 
@@ -112,7 +112,7 @@ def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
     """num_tokens: of all prompts, with partial chunks
 
-    With two tiers, `belady` is replayed with one memory of both sizes, and memory alone.
+    With two tiers, `belady` has one memory of both sizes, and memory alone.
     """
     ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
     begun = time.perf_counter()

@@ -248,12 +248,12 @@ class _Subscription:
         self.wake()
 
     def _take(self, begin: int, messages: list[_Message]) -> None:
-        newest_s = self._own.newest_s
-        for number, message in enumerate(messages, begin):
-            self._num_taken += 1
-            self.number = number
-            if self._stream.loses():
+        self._num_taken += len(messages)
+        self.number = begin + len(messages) - 1
+        stream, newest_s = self._stream, self._own.newest_s
+        for incarnation, data, sealed_s in messages:
+            if not stream.is_fair and stream.loses():
                 continue
-            incarnation = message.incarnation
-            newest_s[incarnation] = max(newest_s.get(incarnation, -1.0), message.sealed_s)
-            self._inboxes.put(incarnation, message.data)
+            if sealed_s > newest_s.get(incarnation, -1.0):
+                newest_s[incarnation] = sealed_s
+            self._inboxes.put(incarnation, data)

@@ -1,6 +1,4 @@
-"""A central cache: the real server, simulated sockets, a failing tier. Each damaged frame is a
-finding.
-"""
+"""A central cache: the real server, simulated sockets, a failing tier."""
 
 import asyncio
 import ssl
@@ -92,6 +90,9 @@ class _SimCentral(Central):
 
     def _listen(self) -> Any:
         return SimListener(self._network, _ADDRESS)
+
+    async def _connection(self, listener: Any) -> Any:
+        return await asyncio.get_running_loop().sock_accept(listener)
 
 
 class Borrowed:

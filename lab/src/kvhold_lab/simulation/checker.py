@@ -14,7 +14,7 @@ from kvhold.cache.state import CacheState
 from kvhold.codecs.frame import checksum
 from kvhold.core.checksums import unpack
 from kvhold.core.holdings import ABSENT
-from kvhold.core.keys import NAME_BYTES
+from kvhold.core.keys import NAME_BYTES, spans_of
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
 from kvhold_lab.simulation.clears import OneHost, Promise, SimOrigin
@@ -129,8 +129,9 @@ class Checker:
         number = self._world.number()
         if isinstance(request, m.Lookup | m.LookupSpans):
             self._asked_s[number] = self._world.now
-        elif isinstance(request, m.Clear):
-            self.promise.asked_to_clear(request.namespace or b"", number)
+        elif isinstance(request, m.Clear) and not request.tier:
+            for prefix in _cleared_by(request):
+                self.promise.asked_to_clear(prefix, number)
         return number, self._world.wall()
 
     def answered(
@@ -151,8 +152,9 @@ class Checker:
             case m.Claim(), m.Leased():
                 self._note_places("lease", answer.lease, answer.offsets)
                 self._check_lease(owner, request.ticket, answer.lease)
-            case m.Clear(), m.Done():
-                self.promise.cleared(request.namespace or b"", asked[0], self._world.number())
+            case m.Clear(tier=""), m.Done():
+                for prefix in _cleared_by(request):
+                    self.promise.cleared(prefix, asked[0], self._world.number())
                 self._world.note("cleared %s", (request.namespace or b"").hex()[:8])
             case m.ClearPrompt(only_end=False), m.Done():
                 self.num_prompt_clears += 1
@@ -248,6 +250,8 @@ class Checker:
         holders += [search.pinned.values() for search in state._searches._searches.values()]
         holders += [state._writes._held.values(), self.scrubbing(), self.lent()]
         holders += [state._handovers.kept(), state._retains.kept()]
+        copies = state.copies
+        holders += [one.held for one in (*copies._copies.values(), *copies._left.values())]
         for held in holders:
             for entry in held:
                 entries[id(entry)] = entry
@@ -311,7 +315,16 @@ class Checker:
             "retained prompts": len(state._retains._retains()),
             "clears": state._clears,
             "clears of prompts": len(state.prompt_clears),
+            "clears of tiers": len(state.tier_clears),
+            "moves": len(state.moves._moves) + len(state.copies._copies),
         }
         for name, count in left.items():
             if count:
                 self._world.find(f"at the end there are {count} {name}")
+
+
+def _cleared_by(clear: m.Clear) -> tuple[bytes, ...]:
+    """Prefixes of keys: of a namespace and of its spans, which its clear forgets, too."""
+    if not clear.namespace:
+        return (b"",)
+    return tuple(dict.fromkeys((clear.namespace, spans_of(clear.namespace))))

@@ -108,6 +108,11 @@ class SimClient:
         self._told: set[bytes] = set()
         self.loop.create_task(self._keep(self.membership))
 
+    def hurry(self) -> None:
+        """Its device is fast: in a large fleet, all wait for the slowest."""
+        if self._device is not None:
+            self._device.hurry()
+
     def was_kicked(self) -> bool:
         return self.name in self.checker.kicked
 
@@ -530,8 +535,8 @@ class SimClient:
         if self.world.random.random() < 0.5:
             await asyncio.sleep(self.world.delay(self.slow, slow=0.005, slow_s=3.0))
 
-    async def clear(self, namespace: bytes | None) -> None:
-        await self.call(await self.link(), m.Clear(namespace), m.Done)
+    async def clear(self, namespace: bytes | None, tier: str = "") -> None:
+        await self.call(await self.link(), m.Clear(namespace, tier=tier), m.Done)
         await self.flush(0)
 
     async def clear_prompt(self, prompt: Prompt, *, only_end: bool) -> None:

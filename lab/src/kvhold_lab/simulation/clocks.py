@@ -6,8 +6,7 @@ _STEPS_S = (-100.0, -2.0, 2.0, 100.0)
 
 @dataclass
 class HostClock:
-    """ahead_s: of the world's clock, at the start
-    drift:   seconds that it gains in a second
+    """drift:   seconds that it gains in a second
     up_s:    the host's running time before the start
     """
 

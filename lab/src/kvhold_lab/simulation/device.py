@@ -24,6 +24,7 @@ from kvhold_lab.simulation.world import World
 
 _RING_BYTES = 64 << 10
 _MOST_AFTER_DEATH_S = 0.3
+_FAST_S = 0.005
 
 
 class SimDevice(FakeDevice):
@@ -85,6 +86,9 @@ class SimDevice(FakeDevice):
             then()
 
         self._world.later(self._world.random.random() * _MOST_AFTER_DEATH_S, ended)
+
+    def hurry(self) -> None:
+        self._slow_s = min(self._slow_s, _FAST_S)
 
     def hesitate(self) -> None:
         """No real time passes."""

@@ -13,10 +13,12 @@ from kvhold_lab.simulation.node import NodeDraw
 
 _CHUNK_BYTES = 4096
 _LEARNED = 0.2  # the share of seeds
-_COMPUTING = 0.25  # the same
+_COMPUTING = 0.25
 _HANDOVERS = 0.2  # of seeds with one host
-_PROMPT_CLEARS = 0.3  # the same
-_SPANS = 0.25  # the same
+_PROMPT_CLEARS = 0.3
+_TIER_CLEARS = 0.3
+_MOVES = 0.3
+_SPANS = 0.25
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -52,6 +54,8 @@ class Draw:
     computing: bool
     handovers: bool
     prompt_clears: bool
+    tier_clears: bool
+    moves: bool
     spans: bool
 
 
@@ -84,6 +88,8 @@ def draw(random: Random, *, seed: int) -> Draw:
         computing=Random(f"computing {seed}").random() < _COMPUTING,
         handovers=Random(f"handovers {seed}").random() < _HANDOVERS,
         prompt_clears=Random(f"prompt clears {seed}").random() < _PROMPT_CLEARS,
+        tier_clears=Random(f"tier clears {seed}").random() < _TIER_CLEARS,
+        moves=Random(f"moves {seed}").random() < _MOVES,
         spans=Random(f"spans {seed}").random() < _SPANS,
     )
 

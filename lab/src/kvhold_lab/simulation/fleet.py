@@ -1,6 +1,4 @@
-"""Hosts that are each other's peers; each is a simulation (`run.py`) with a server and a tier of
-peers.
-"""
+"""Hosts that are each other's peers; each is a simulation (`run.py`)."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -43,10 +41,11 @@ _AGREE_S = 90.0
 _LOOK_S = 0.2
 _LOOK_AT_BUS_S = 1.0
 _MOST_FOLLOWED = 24
-_FOLLOWED_OF_MANY = (3, 6, 9)  # in a larger fleet
+_FOLLOWED_OF_MANY = (2, 3, 6)
 _RARER = 10  # in a fleet of more than four
 _BEAT_OF_MANY_S = 2.5  # half of the silence that loses a peer
-_LATEST_S = 10.0  # a host may begin so late
+_MOST_S, _MOST_OF_MANY_S = 120.0, 40.0  # until the faults end
+_LATEST_S = 10.0
 _MOST_OLD_S = 2 * SILENT_S + 0.5  # of the newest record, while the bus is followed
 
 
@@ -116,6 +115,11 @@ class FleetHost(Simulation):
         node = FleetNode(self, 100 * self.number + self.num_nodes)
         fleet.tell_directory(self, is_there=True)
         return node
+
+    def _start_client(self) -> None:
+        super()._start_client()
+        if self.fleet.is_large:
+            self.clients[-1].hurry()
 
     async def _operation(self, client: SimClient) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
@@ -216,7 +220,7 @@ class FleetHost(Simulation):
     def wrong_feed(self) -> str:
         node = self.running
         feed: Any = node.peers.feed
-        has, told = node.has(), _digests(feed._memory, 0) | _digests(feed._disks, 0)
+        has, told = self.fleet.has(self), _digests(feed._memory, 0) | _digests(feed._disks, 0)
         if has != told:
             return (
                 f"host {self.number} tells of {len(told - has)} chunks that it has not, and not "
@@ -238,7 +242,7 @@ class FleetHost(Simulation):
             if one.is_elsewhere:
                 continue
             unknown.discard(other.number)
-            known, there = _digests(tier._index, one.number), other.running.has()
+            known, there = _digests(tier._index, one.number), self.fleet.has(other)
             ghosts = known - there
             missing = there - known - tier.given_up.get(one.number, set())
             if not self.fleet.has_one_size:
@@ -320,6 +324,7 @@ class Fleet:
             guard.codec == "raw" for host in self.hosts for guard in host.draw.node.guards
         )
         self._late = self.hosts[0]
+        self._has: dict[int, set[int]] = {}
         self._by_name = {name: host for host in self.hosts for name in host.names}
         num_near = num_hosts
         if num_hosts > _MOST_FOLLOWED:  # clears go around a ring
@@ -381,7 +386,8 @@ class Fleet:
             world.later(self.random.expovariate(self._faults), self._trouble)
         if self.stream is not None and not self.is_large:
             world.later(_LOOK_AT_BUS_S, self._look_at_bus)
-        world.run(self._have_ended, most_s=120.0, most_steps=2_000_000)
+        most_s = _MOST_OF_MANY_S if self.is_large else _MOST_S
+        world.run(self._have_ended, most_s=most_s, most_steps=2_000_000)
         if not world.findings:
             self._come_to_rest()
 
@@ -472,6 +478,7 @@ class Fleet:
 
         def agrees() -> bool:
             nonlocal wrong
+            self._has.clear()
             wrong = (
                 self._clears_missing()
                 or self._first_wrong(FleetHost.wrong_index)
@@ -481,6 +488,12 @@ class Fleet:
 
         if not self._run_until(agrees):
             self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
+
+    def has(self, host: FleetHost) -> set[int]:
+        """While no time passes."""
+        if host.number not in self._has:
+            self._has[host.number] = host.running.has()
+        return self._has[host.number]
 
     def _use_bus(self) -> None:
         wrong = ""
@@ -494,7 +507,6 @@ class Fleet:
             self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
 
     def _first_wrong(self, look: Callable[[FleetHost], str]) -> str:
-        """The last wrong host is checked first."""
         for host in (self._late, *self.hosts):
             if wrong := look(host):
                 self._late = host

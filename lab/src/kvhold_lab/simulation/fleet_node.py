@@ -214,6 +214,7 @@ class FleetNode(SimNode):
         server._listen = lambda: SimListener(
             host.fleet.network, *(f"{name}:{PORT}" for name in self.host_names)
         )
+        server._connection = self.peers_loop.sock_accept
         self.listener_of_peers = server
         self.peers.start()
         return tier_worker
@@ -245,7 +246,7 @@ class FleetNode(SimNode):
         source._release = releasing  # type: ignore[method-assign]
 
     def _sends(self, view: memoryview, verb: str) -> None:
-        """The server sends from the arena only chunks that are pinned for peers."""
+        """Only pinned chunks are sent from the arena."""
         place = self.checker.place_of(view)
         if place.node is None or not view.nbytes:
             return

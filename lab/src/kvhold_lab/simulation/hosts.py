@@ -116,7 +116,8 @@ class HostNode(SimNode):
         began: dict[int, int] = {}
 
         async def probing(command: ProbeCommand) -> None:
-            began[command.search] = self.world.number()
+            for one in (command, *command.others):
+                began[one.search] = self.world.number()
             await probe(command)
 
         def reserving(search: Any, need: Any, place: Any) -> Any:

@@ -42,7 +42,7 @@ class SimMembership(ABC):
 
     @abstractmethod
     def directory(self, hosts: Sequence[int]) -> Directory:
-        """Return a node's directory, which lists these hosts."""
+        """Of a node; it lists these hosts."""
 
     def has_changed(self, host: int, addresses: Sequence[str]) -> None:  # noqa: B027
         """addresses: of a host's node; empty: none"""

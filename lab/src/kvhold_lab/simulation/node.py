@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvhold.cache.state import CacheState
-from kvhold.cache.transfer import tier_worker as tier_worker_module
+from kvhold.cache.transfer.tier_rules import clearable, copyable, reencodable
 from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.config import Config
 from kvhold.core.errors import NodeError
@@ -190,7 +190,9 @@ class SimNode(server.Node):
         stack = Stack(guards)
         self.stack = stack
         self.state.tier_names = [guard.name for guard in guards]
-        self.state.reencodings.tiers = tier_worker_module._reencodable(stack)
+        self.state.reencodings.tiers = reencodable(stack)
+        self.state.copies.tiers = copyable(stack)
+        self.state.tier_clears.tiers = clearable(stack)
         return TierWorker(
             self.state,
             stack,
@@ -230,6 +232,7 @@ class SimNode(server.Node):
             and not state.has_chores
             and not state._clears
             and not len(state.prompt_clears)
+            and not len(state.tier_clears)
             and not len(state._writes)
             and not state._searches._searches
             and not state._searches.num_arriving

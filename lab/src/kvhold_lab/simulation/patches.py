@@ -4,6 +4,7 @@ A hunk's text must occur exactly once in its file.
 """
 
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 _FOLDER = Path(__file__).with_name("mutations")
@@ -24,7 +25,7 @@ def mutations(*, rare: bool = False) -> list[Path]:
 
 
 def apply(patch: Path, folder: Path) -> None:
-    """folder: contains `kvhold`. Raises PatchError."""
+    """folder: contains `kvhold`, which may be compiled. Raises PatchError."""
     hunks = _hunks(patch.read_text())
     if not hunks:
         raise PatchError(f"{patch.name}: the patch has no hunk")
@@ -38,6 +39,7 @@ def apply(patch: Path, folder: Path) -> None:
                 f"one:\n{hunk.before}"
             )
         file.write_text(text.replace(hunk.before, hunk.after))
+        Path(cache_from_source(file)).unlink(missing_ok=True)
 
 
 def _hunks(text: str) -> list[_Hunk]:

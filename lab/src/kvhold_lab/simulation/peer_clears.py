@@ -1,8 +1,7 @@
 """The rule "no read after a clear" for peers.
 
-A clear binds a lookup on each host that knows it. It is *overtaken* if another host, whose clock
-differs, began an earlier one of the same prefix whose number is not smaller. Then chunks stored
-since that other clear began may be found.
+A clear binds a lookup on each host that knows it, but not for chunks stored since an earlier one of
+another host has *overtaken* it: its clock differs, and its number is not smaller.
 """
 
 from collections.abc import Iterator, Mapping
@@ -91,7 +90,7 @@ class PeerClears:
                 yield self._since(clear), why
 
     def _since(self, clear: SimClear) -> int:
-        """Return the beginning of a clear, or of the earliest one that has overtaken it."""
+        """The beginning of a clear, or of the earliest that has overtaken it."""
         return min(
             (
                 other.began

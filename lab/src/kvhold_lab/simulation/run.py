@@ -28,6 +28,7 @@ from kvhold_lab.simulation.handovers import HandoverPromises, SimHandovers
 from kvhold_lab.simulation.interruption import Interruption
 from kvhold_lab.simulation.listening import SimOs
 from kvhold_lab.simulation.node import SimNode
+from kvhold_lab.simulation.places import operate_places
 from kvhold_lab.simulation.spans import SimSpans
 from kvhold_lab.simulation.store import SimTierStore
 from kvhold_lab.simulation.world import World
@@ -259,6 +260,8 @@ class Simulation:
             if random.random() < 0.7:
                 wait_s = random.choice((0.0, 10.0))
                 await client.load(prompt, have_tokens=0, work=None, wait_s=wait_s, share=False)
+            return
+        if await operate_places(self.draw, random, client, prompt):
             return
         dice = random.random()
         if dice < 0.34:
@@ -558,6 +561,7 @@ class Simulation:
                     guard.clears.suppressed.pending
                     or guard.clears.garbage
                     or guard.chunk_clears.num_pending
+                    or guard._removals.num_pending
                 )
                 and not guard.config.read_only
             ]

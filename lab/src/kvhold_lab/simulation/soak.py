@@ -30,7 +30,7 @@ class SimulationError(KVHoldError): ...
 
 @dataclass
 class SimulationResult:
-    """findings: seeds with one; found: the first, with replay commands"""
+    """findings: seeds with one; found: the first"""
 
     seeds: int = 0
     operations: int = 0
@@ -137,11 +137,7 @@ def run_mutations(
 
 def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> MutationRow:
     with tempfile.TemporaryDirectory(prefix="kvhold-mutation-") as folder:
-        shutil.copytree(
-            _source() / "kvhold",
-            Path(folder) / "kvhold",
-            ignore=shutil.ignore_patterns("*.pyc"),
-        )
+        shutil.copytree(_source() / "kvhold", Path(folder) / "kvhold")
         apply(patch, Path(folder))
         for line in _lines(Path(folder), first, most_seeds, hosts=hosts):
             if "finding" in line:

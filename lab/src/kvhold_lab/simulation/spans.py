@@ -1,4 +1,4 @@
-"""The rule that no lookup of a prompt finds a span."""
+"""No lookup of a prompt finds a span, and clears of namespaces reach spans."""
 
 from contextlib import AsyncExitStack
 
@@ -11,6 +11,7 @@ from kvhold_lab.simulation.link import SimLink
 from kvhold_lab.simulation.world import World
 
 _STORES = 0.4
+_CLEARS = 0.1  # before a load
 
 
 class SimSpans:
@@ -28,6 +29,8 @@ class SimSpans:
             for span in spans:
                 await self._store(client, span)
         else:
+            if random.random() < _CLEARS:
+                await client.clear(prompt.namespace.digest)
             await self._load(client, spans)
 
     async def _store(self, client: SimClient, span: Prompt) -> None:

@@ -126,7 +126,7 @@ class World:
         self._dead.append(loop)
 
     def is_ready(self, loop: "SimLoop") -> None:
-        """The loop was idle or stalled, and has handles."""
+        """Idle or stalled, with handles."""
         if loop.stalled_until > self.now:
             self._num_stalls += 1
             heappush(self._stalled, (loop.stalled_until, self._num_stalls, loop))
@@ -172,15 +172,11 @@ class World:
     def run(self, until: Callable[[], bool], *, most_s: float, most_steps: int = 400_000) -> bool:
         end = self.now + most_s
         last_step = self.steps + most_steps
+        step, findings = self._step, self.findings
         try:
             while not until():
                 for _ in range(_STEPS_A_LOOK):
-                    if (
-                        self.findings
-                        or self.now > end
-                        or self.steps > last_step
-                        or not self._step()
-                    ):
+                    if findings or self.now > end or self.steps > last_step or not step():
                         self.enter(None)
                         return until()
                 self.enter(None)
@@ -222,7 +218,13 @@ class World:
                 loop.stall(random.random() ** 4 * 2.0)
                 return True
             self.steps += 1
-            loop.run_one()
+            handle = loop.ready.popleft()
+            if not loop.ready:
+                self.is_idle(loop)
+            if not handle.is_cancelled:
+                if self._running is not loop:
+                    self.enter(loop)
+                handle.run()
             return True
         if heap and (not stalled or heap[0][0] <= stalled[0][0]):
             self.now = heap[0][0]
@@ -283,14 +285,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         if not self.ready and self.number:
             self.world.is_ready(self)
         self.ready.append(handle)
-
-    def run_one(self) -> None:
-        handle = self.ready.popleft()
-        if not self.ready:
-            self.world.is_idle(self)
-        if not handle.is_cancelled:
-            self.world.enter(self)
-            handle.run()
 
     def waits_until(self, until: float) -> bool:
         return bool(self.ready) and not self.is_runnable and self.stalled_until == until

@@ -13,7 +13,9 @@ from kvhold.core.sizes import parse_size
 from kvhold_lab.engines.engine import is_vllm_available
 from kvhold_lab.interruption import ending_in_order
 from kvhold_lab.options import Number, default_option, json_option, threads_option
+from kvhold_lab.verify.blend.command import command as blend
 from kvhold_lab.verify.engine import Engines
+from kvhold_lab.verify.json_option import JsonObject
 from kvhold_lab.verify.paths import DEFAULT, PATHS
 from kvhold_lab.verify.rows import VerifyRow, table
 from kvhold_lab.verify.run import Subject, Verification, VerifySettings
@@ -48,27 +50,6 @@ class _Names(click.ParamType[tuple[str, ...]]):
         return names
 
 
-class _Json(click.ParamType[dict[str, Any]]):
-    name = "JSON"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return value
-        try:
-            found = json.loads(value)
-        except ValueError as error:
-            self.fail(f"is no JSON: {error}", param, ctx)
-        if not isinstance(found, dict):
-            self.fail(
-                f'must be an object such as {{"trust_remote_code": true}}, not {found!r}',
-                param,
-                ctx,
-            )
-        return found
-
-
 class _Classes(_Names):
     def __init__(self) -> None:
         super().__init__(())
@@ -82,8 +63,33 @@ class _Classes(_Names):
         return super().convert(value, param, ctx)
 
 
-@click.command()
+class _Verify(click.Command):
+    """With --blend it is another command, with options of its own."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        if "--blend" not in args:
+            return super().make_context(info_name, args, parent, **extra)
+        others = [argument for argument in args if argument != "--blend"]
+        return blend.make_context(f"{info_name} --blend", others, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(cls=_Verify)
 @click.argument("model", required=False)
+@click.option(
+    "--blend",
+    is_flag=True,
+    expose_value=False,
+    help="Measure blend, and write permits; see kvhold verify --blend --help.",
+)
 @click.option(
     "--all-classes",
     is_flag=True,
@@ -109,11 +115,14 @@ class _Classes(_Names):
     help="Folder of a LoRA adapter.",
 )
 @click.option(
-    "--config", type=_Json(), default={}, help="kvhold's settings, as in kv_connector_extra_config."
+    "--config",
+    type=JsonObject(),
+    default={},
+    help="kvhold's settings, as in kv_connector_extra_config.",
 )
 @click.option(
     "--engine-args",
-    type=_Json(),
+    type=JsonObject(),
     default={},
     help="Further engine arguments of vLLM; they override those of a path.",
 )
@@ -147,8 +156,8 @@ def command(
 ) -> None:
     """Compare MODEL with and without kvhold: every token of the answers, every bit of loaded KV.
 
-    Exits with 1 unless every row passed. Paths that vLLM does not run or turns off fail only when
-    nothing else passed. With --all-classes this also holds for rows that kvhold refuses.
+    Exits with 1 unless every row passed. Paths that vLLM does not run or turns off, and with
+    --all-classes refused rows, fail only when nothing else passed.
     """
     if (model is None) == (not all_classes and classes is None):
         raise click.UsageError("give a MODEL, or --all-classes, or --classes NAMES")

@@ -143,7 +143,6 @@ class VerifyDriver:
 
 
 def _choice(best: dict[int, Any]) -> Choice:
-    """vLLM's `logprob` is a logit here."""
     (chosen, first), *others = best.items()
     rival, second = max(others, key=lambda item: float(item[1].logprob))
     return Choice(tokens=(chosen, rival), logits=(first.logprob, second.logprob))

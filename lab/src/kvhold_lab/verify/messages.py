@@ -47,7 +47,7 @@ class Ask(ChildOperation, frozen=True, kw_only=True, tag="ask"):
 class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request that arrives at engine step `step`.
 
-    abort:       at this stage, or the next later one reached
+    abort:       at this stage, or the next reached
     abort_after: steps to wait after that stage
     rules:       `kv_transfer_params` for kvhold
     """
@@ -73,7 +73,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
-    """block_sizes: tokens, by KV cache group; a recurrent group does not limit prompts
+    """block_sizes: tokens, by KV cache group
     token_bytes: KV of one token in all layers and workers
     """
 

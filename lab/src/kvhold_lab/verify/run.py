@@ -27,7 +27,7 @@ _CROWD_FITS = 3
 _ARENA_SPARE_BYTES = 64 << 20
 _NODE_OUTLIVES_ENGINES_S = 600.0
 _LOGITS = {"logprobs_mode": "raw_logits"}
-_PATIENT_S = 60.0  # busy cores must not cause a miss
+_PATIENT_S = 60.0
 
 
 @dataclass(frozen=True)

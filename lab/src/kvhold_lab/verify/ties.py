@@ -1,7 +1,7 @@
 """Near ties: where the engine itself might have chosen another token.
 
 The batch decides the last bits of a sum. A logit's step is one unit in the last place: in bfloat16
-1/16, for logits from 8 to 16. A lead of two steps may disappear.
+1/16, for logits from 8 to 16.
 """
 
 import math

@@ -6,7 +6,7 @@ one of the `witness_folder`. On the engine's thread.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NO_BLOCK = 0
+_BLENDED = "blended"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class WitnessHeld:
 
 @dataclass
 class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dictates
-    """in_pass: requests whose loads end in this pass; the connector reports others
-    in_part: requests that also load part of a block, which cannot be compared
+    """in_pass: requests whose loads end in this pass
+    in_part: requests that also load part of a block
+    mixed: requests that got blended blocks, though they are exact
     """
 
     inner: KVConnectorMetadata
@@ -54,6 +56,7 @@ class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dicta
     loading: list[WitnessHeld] = field(default_factory=list)
     in_pass: set[str] = field(default_factory=set)
     in_part: set[str] = field(default_factory=set)
+    mixed: list[str] = field(default_factory=list)
 
 
 class WitnessedConnector(KVHoldConnector):
@@ -65,7 +68,7 @@ class WitnessedConnector(KVHoldConnector):
         self._watcher: _Watcher | None = None
         self._reader: _Reader | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._watcher = _Watcher(kv_cache_config.kv_cache_groups)
+            self._watcher = _Watcher(kv_cache_config.kv_cache_groups, self._is_blended)
         if role == KVConnectorRole.WORKER:
             self._reader = _Reader(
                 kv_cache_config, Notes(folder, worker=vllm_config.parallel_config.rank)
@@ -85,6 +88,10 @@ class WitnessedConnector(KVHoldConnector):
     def _watching(self) -> "_Watcher":
         assert self._watcher is not None
         return self._watcher
+
+    def _is_blended(self, request_id: str) -> bool:
+        state = self.scheduler._request_states.get(request_id)
+        return state is not None and state.is_private
 
     def on_new_request(self, request: "Request") -> None:
         self._watching.requests[request.request_id] = _Followed(request)
@@ -180,9 +187,29 @@ class _Followed:
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
 
 
+class UnsaltedConnector(WitnessedConnector):
+    """Blended requests get no salt of their own: a fault that must be found."""
+
+    def on_new_request(self, request: "Request") -> None:
+        from kvhold.integrations.vllm.blending import requests
+
+        vars(requests)["make_private"] = lambda request: ""
+        super().on_new_request(request)
+
+
 class _Watcher:
-    def __init__(self, groups: "list[KVCacheGroupSpec]") -> None:
+    """Blended requests are not compared. Their blocks may not be those that vLLM finds for others.
+
+    blended: blocks that they had last
+    begun:   of this pass's exact requests: tables, the first token that is written, whether the
+             blocks before it may be others'
+    """
+
+    def __init__(self, groups: "list[KVCacheGroupSpec]", is_blended: Callable[[str], bool]) -> None:
         self.requests: dict[str, _Followed] = {}
+        self._is_blended = is_blended
+        self._blended: set[int] = set()
+        self._begun: list[tuple[str, tuple[list[int], ...], int, bool]] = []
         self._specs = [_one_of(group.kv_cache_spec) for group in groups]
         self._loading: list[WitnessHeld] = []
         self._in_pass: set[str] = set()
@@ -193,8 +220,12 @@ class _Watcher:
         followed.found_at, followed.is_async = found_at, is_async
 
     def load(self, request_id: str, tables: tuple[list[int], ...], num_tokens: int) -> None:
+        if self._is_blended(request_id):
+            self._blended.update(block for table in tables for block in table)
+            return
         followed = self.requests[request_id]
         end = followed.found_at + num_tokens
+        self._begun.append((request_id, tables, followed.found_at, True))
         for group, (table, spec) in enumerate(zip(tables, self._specs, strict=True)):
             size = spec.block_size
             needed = range(max(followed.found_at, _first_needed(spec, end)) // size, end // size)
@@ -211,6 +242,10 @@ class _Watcher:
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if followed is None or tables is None:
                 continue
+            if self._is_blended(request_id):
+                self._blended.update(block for table in tables for block in table)
+                continue
+            self._begun.append((request_id, tables, start, is_first))
             known = min(end, followed.request.num_tokens)
             for group, (table, spec) in enumerate(zip(tables, self._specs, strict=True)):
                 first = start // spec.block_size if is_first else followed.num_read[group]
@@ -221,9 +256,23 @@ class _Watcher:
                         first, whole - 1 if known == end and known % spec.block_size == 0 else whole
                     )
                 computed += self._held(followed, group, table, range(first, whole))
-        watched = Watched(inner, computed, self._loading, self._in_pass, self._in_part)
+        mixed = self._find_mixed()
+        watched = Watched(inner, computed, self._loading, self._in_pass, self._in_part, mixed)
         self._loading, self._in_pass, self._in_part = [], set(), set()
         return watched
+
+    def _find_mixed(self) -> list[str]:
+        """A request may find a block that another one writes in the same pass."""
+        found, written = list[tuple[str, list[int]]](), set[int]()
+        for request_id, tables, start, finds in self._begun:
+            for table, spec in zip(tables, self._specs, strict=True):
+                first = start // spec.block_size
+                written.update(table[first:])
+                if finds:
+                    found.append((request_id, table[:first]))
+        self._begun = []
+        self._blended -= written
+        return [one for one, blocks in found if self._blended.intersection(blocks)]
 
     def forget(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
@@ -313,6 +362,10 @@ class _Reader:
             self._loading.setdefault(held.request_id, []).append(held)
         self.ended |= watched.in_pass
         self._in_part |= watched.in_part
+        for request_id in watched.mixed:
+            self.notes.verdict(
+                request=request_id, group=0, compared=0, wrong=[_BLENDED], unknown=[], in_part=False
+            )
 
     def computed(self) -> None:
         """Call this before another request can use the blocks."""
@@ -359,7 +412,6 @@ def _as_list(tensors: Any) -> "list[torch.Tensor]":
 
 
 def _bytes_of(tensor: "torch.Tensor", block: int, num_blocks: int) -> bytes:
-    """Kernels may split a block into rows."""
     import torch
 
     axes = [

@@ -1,4 +1,4 @@
-"""The contract of selectors. Tensors are torch's, which this package does not import.
+"""The contract of selectors. Tensors are torch's.
 
 Tokens without stored KV and the last token are always recomputed.
 """
@@ -21,11 +21,13 @@ class StoredSpan:
     """Stored KV of the tokens `start` to before `end` of a prompt.
 
     stored_from: the position for which the first token's key was computed
+    text_end:    of the text whose beginning is stored; 0: `end`
     """
 
     start: int
     end: int
     stored_from: int = 0
+    text_end: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,17 @@ class BlendPlan:
                     f"apart, and after the {self.num_exact} exact tokens"
                 )
             end = span.end
+            if span.text_end and not span.end <= span.text_end <= self.num_tokens:
+                raise ValueError(
+                    f"text_end is {span.text_end}; it must be 0, or from the span's end, "
+                    f"{span.end}, to the prompt's, {self.num_tokens}"
+                )
+
+    @property
+    def question_start(self) -> int:
+        """The question follows the last text; it has a token or more."""
+        end = max((max(span.end, span.text_end) for span in self.spans), default=0)
+        return min(end, self.num_tokens - 1)
 
     @property
     def num_held(self) -> int:
@@ -65,6 +78,15 @@ class BlendPlan:
         required = ~self.held()
         required[: self.num_exact] = False
         return np.flatnonzero(required)
+
+    def tails(self) -> npt.NDArray[np.int64]:
+        """Positions of texts where nothing is stored any more, ascending."""
+        tails = np.zeros(self.num_tokens, bool)
+        for span in self.spans:
+            tails[span.end : span.text_end] = True
+        tails[self.question_start :] = False
+        tails &= ~self.held()
+        return np.flatnonzero(tails)
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,8 @@ class Selector(Protocol):
     flow: the tokens that are computed before it chooses.
         "none":   no tokens
         "all":    all, up to `check_layer`; from there on the chosen ones
-        "unheld": those without stored KV, through all layers; then the chosen ones as well
+        "unheld": those without stored KV, but no tails, through all layers; then the chosen ones
+                  as well
     budgets: the first for the choice; with "all", one for each further layer that narrows it
     """
 

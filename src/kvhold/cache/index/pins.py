@@ -1,4 +1,4 @@
-"""Pins, holds and unpins entries in memory, in steps. A pin counts as a use, a hold does not."""
+"""Pins, holds and unpins entries in steps. A pin counts as a use, a hold does not."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +7,7 @@ from kvhold.cache.index.presence import Prefix
 from kvhold.tiers.ram import Entry, RamTier
 
 _MOST_PINS = 64  # per step
-_MOST_AT_ONCE = 1000  # entries unpinned per step
+_MOST_AT_ONCE = 1000
 
 
 class Pins:

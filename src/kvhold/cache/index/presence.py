@@ -32,15 +32,20 @@ class Extent:
         return self.whole + (self.tail is not None)
 
 
+def first_group(layout: Layout) -> int:
+    """With full attention, if there is one."""
+    full = (i for i, group in enumerate(layout.groups) if group.attention == "full")
+    return next(full, 0)
+
+
 class FirstKeys(Sequence[bytes]):
     """The whole chunks' keys in one group and shard.
 
-    place: the first group with full attention (or the first one), and the query's first shard
+    place: the first group, and the query's first shard
     """
 
     def __init__(self, query: Query, layout: Layout) -> None:
-        full = (i for i, group in enumerate(layout.groups) if group.attention == "full")
-        self.place = next(full, 0), query.shard_numbers[0]
+        self.place = first_group(layout), query.shard_numbers[0]
         self._namespace = query.namespace
         self._hashes = query.hashes
         self._suffix = place_suffix(*self.place)

@@ -10,15 +10,27 @@ from kvhold.core.tracing import TraceContext
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import TierPlace
 
+MOST_READS = 250
+
 
 @dataclass(frozen=True)
 class ProbeCommand:
-    """-> `probed(search, places)`"""
+    """-> `probed(search, places)`, for each search
+
+    others: probed in the same calls
+    """
 
     search: int
     keys: list[bytes]
     trace: TraceContext = ""
     tier: str = ""
+    others: tuple["ProbeCommand", ...] = ()
+
+    @property
+    def all_keys(self) -> list[bytes]:
+        if not self.others:
+            return self.keys
+        return list(dict.fromkeys(key for one in (self, *self.others) for key in one.keys))
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,22 @@ class ClearChunksCommand:
 
 
 @dataclass(frozen=True)
+class ClearTierCommand:
+    """Of one tier. -> `tier_clears.ended()`"""
+
+    tier: int
+    prefix: bytes
+
+
+@dataclass(frozen=True)
+class KeepTagsCommand:
+    """Of a new namespace, before its writes."""
+
+    namespace: bytes
+    tags: bytes
+
+
+@dataclass(frozen=True)
 class Space:
     """layout: None: the frames name it"""
 
@@ -129,6 +157,34 @@ class PeerCopyCommand:
 
 
 @dataclass(frozen=True)
+class TransferCommand:
+    """From tier to tier. -> `moves.progressed(number, progress)`, repeatedly
+
+    keys: None: all of the namespace
+    drop: remove them from the source
+    """
+
+    number: int
+    source: int
+    target: int
+    namespace: bytes
+    keys: list[bytes] | None
+    layout: Layout
+    tenant: str
+    drop: bool
+
+
+@dataclass(frozen=True)
+class DropCommand:
+    """Of held chunks. -> `moves.progressed(number, progress)`"""
+
+    number: int
+    tier: int
+    keys: list[bytes]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class UsedCommand:
     """To tiers with a learning policy. -> `uses.done(command)`"""
 
@@ -156,8 +212,12 @@ Command: TypeAlias = (
     | UsedCommand
     | ClearCommand
     | ClearChunksCommand
+    | ClearTierCommand
+    | KeepTagsCommand
     | ReencodeCommand
     | CopyCommand
     | PeerCopyCommand
+    | TransferCommand
+    | DropCommand
     | StopCommand
 )

@@ -5,7 +5,6 @@ A part's chunks are held until the tier or the peer has answered.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from msgspec.structs import replace
 
@@ -18,10 +17,12 @@ from kvhold.cache.transfer.commands import (
     PeerCopyCommand,
     StopCommand,
 )
+from kvhold.cache.transfer.named_tiers import find_tier
 from kvhold.core.api import CopyProgress
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import Query, place_suffix
 from kvhold.core.layout import Layout
+from kvhold.core.status import MEMORY
 from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier
 
@@ -44,11 +45,19 @@ class CopyTier:
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """drop: remove each chunk from memory when the tier has it"""
+    """drop:      remove each chunk from the source when the tier has it
+    query:     None: all chunks of `namespace`
+    """
 
     tier: str
-    query: Query
+    query: Query | None
     drop: bool = False
+    source: str = MEMORY
+    namespace: bytes = b""
+
+    @property
+    def space(self) -> bytes:
+        return self.namespace if self.query is None else self.query.namespace
 
 
 @dataclass
@@ -83,7 +92,7 @@ class PromptCopies:
         self._ram = ram
         self._give_command = give_command
         self._run = run
-        self._tenant_of = tenant_of
+        self.tenant_of = tenant_of
         self._copies: dict[int, _Copy] = {}
         self._left: dict[int, _Copy] = {}  # released, with chunks that the tier still reads
 
@@ -96,18 +105,21 @@ class PromptCopies:
         """Raises ConfigError."""
         is_peer = request.tier.startswith(PEER)
         peer = self.find_peer(request.tier.removeprefix(PEER)) if is_peer else ""
-        tier = CopyTier(-1) if is_peer else self._tier(request.tier)
-        tenant = request.query.tenant or self._tenant_of(request.query.namespace)
+        tier = CopyTier(-1) if is_peer else find_tier(self.tiers, request.tier)
+        query, keys = request.query, _keys_under(self._ram, request.namespace)
+        if query is not None:
+            keys = _keys(query, layout)
+        elif is_peer:
+            raise ConfigError(f"{request.tier}: a peer loads prompts; name one")
+        tenant = (query.tenant if query is not None else "") or self.tenant_of(request.space)
         if tenant is None and tier.encrypted:
             raise ConfigError(
                 f"tier {request.tier} is encrypted, and the tenant whose key encrypts namespace "
-                f"{request.query.namespace.hex()} is not known here"
+                f"{request.space.hex()} is not known here"
             )
         if len(self._copies) >= _MOST_COPIES:
             raise ConfigError(f"{_MOST_COPIES} copies are running or not closed; close one first")
-        self._copies[number] = _Copy(
-            owner, request, layout, tenant or "", tier.number, _keys(request.query, layout), peer
-        )
+        self._copies[number] = _Copy(owner, request, layout, tenant or "", tier.number, keys, peer)
         self._run(self._go_on_turns(number), num_keys)
 
     def find(self, owner: Hashable, number: int) -> CopyProgress | None:
@@ -164,14 +176,15 @@ class PromptCopies:
         most_bytes = min(_PART_BYTES, self._ram.capacity_bytes // _SHARE)
         num_looked = num_bytes = 0
         copy = self._copies.get(number)
-        if copy is not None and copy.peer and not copy.num_tokens:
-            presence = Presence(copy.request.query, copy.layout, self._ram.find)
+        query = None if copy is None else copy.request.query
+        if copy is not None and copy.peer and query is not None and not copy.num_tokens:
+            presence = Presence(query, copy.layout, self._ram.find)
             copy.num_tokens = (yield from presence.take_turns()).extent.num_tokens
         while (copy := self._copies.get(number)) is not None:
             key = next(copy.keys, None)
             if key is None:
                 break
-            if (entry := self._ram.find(key)) is not None:
+            if key and (entry := self._ram.find(key)) is not None:
                 self._ram.hold(entry)
                 copy.held.append(entry)
                 num_bytes += entry.nbytes
@@ -182,11 +195,9 @@ class PromptCopies:
                 yield _STEP_KEYS
         if copy is None:
             return
-        if copy.peer:
+        if copy.peer and query is not None:
             copy.is_last, copy.is_written = not copy.held, True
-            self._give_command(
-                PeerCopyCommand(number, copy.peer, copy.request.query, list(copy.held))
-            )
+            self._give_command(PeerCopyCommand(number, copy.peer, query, list(copy.held)))
         elif copy.held:
             copy.is_written = True
             options = StoreOptions(max_error=0, tenant=copy.tenant)
@@ -204,19 +215,6 @@ class PromptCopies:
         if copy.peer:
             self._give_command(StopCommand(number))
 
-    def _tier(self, name: str) -> CopyTier:
-        tier = self.tiers.get(name)
-        if tier is None:
-            near = get_close_matches(name, self.tiers, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"tier {name!r} is unknown; known are "
-                f"{', '.join(self.tiers) or 'none: this cache has only memory'}{hint}"
-            )
-        if tier.refusal is not None:
-            raise ConfigError(f"tier {name}: {tier.refusal}")
-        return tier
-
 
 def _no_peers(name: str) -> str:
     raise ConfigError(f"{PEER}{name}: this node follows no peers (a tier peers://)")
@@ -232,3 +230,10 @@ def _keys(query: Query, layout: Layout) -> Iterator[bytes]:
         for _, name in names:
             for suffix in suffixes:
                 yield name + suffix
+
+
+def _keys_under(ram: RamTier, namespace: bytes) -> Iterator[bytes]:
+    """Other namespaces' keys are empty, as steps."""
+    for part in ram.parts():
+        for entry in part:
+            yield entry.key if entry.key.startswith(namespace) else b""

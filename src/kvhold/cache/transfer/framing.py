@@ -86,10 +86,10 @@ class Framer:
             if self.keyring is None
             else self.keyring.seal(frame.parts, key=key, tenant=store_options.tenant)
         )
-        return Framed(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
+        return Framed(on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
 
 
-def _on_a_page(parts: Parts) -> Parts:
+def on_a_page(parts: Parts) -> Parts:
     if len(parts) == 1 or parts[0].obj is parts[1].obj:
         return parts
     header = page_aligned(len(parts[0]))

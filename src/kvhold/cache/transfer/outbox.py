@@ -22,7 +22,6 @@ class FrameCoding:
 class Write:
     """waiting: number of tiers that have not handled it
     stale:   cleared, so it must not be written
-    frames:  made when the first tier is ready
     """
 
     command: WriteCommand

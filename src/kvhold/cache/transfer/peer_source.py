@@ -7,18 +7,18 @@ from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from kvhold.cache.state import CacheState
-from kvhold.cache.transfer.framing import Framer
-from kvhold.codecs import header_size, make_codec
-from kvhold.codecs.frame import RAW, group_of, layer_shape
+from kvhold.codecs import Raw, frame_chunk, header_size
+from kvhold.codecs.frame import group_of, layer_shape
+from kvhold.core.checksums import unpack
 from kvhold.core.errors import LayoutError
 from kvhold.core.layout import Layout
-from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.memory.slab import ALIGNMENT
 from kvhold.tiers.base import Parts
 from kvhold.tiers.ram import Entry
 
 ReadDisks: TypeAlias = Callable[[Sequence[bytes], Sequence[int]], "Future[list[Parts | None]]"]
 _Held = list[tuple[Entry, Layout] | None]
+_RAW = Raw()
 
 
 class PeerSource:
@@ -27,7 +27,6 @@ class PeerSource:
         """Set before any call, unless there are no disks."""
         self._state = state
         self._post = post
-        self._framer = Framer(make_codec(RAW))
 
     @asynccontextmanager
     async def lent(
@@ -73,8 +72,17 @@ class PeerSource:
     def _framed(self, entry: Entry, layout: Layout, most: int) -> Parts | None:
         if entry.nbytes + _header_bytes(entry.key, layout, entry.num_tokens) > most:
             return None
-        framed = self._framer.framed(entry, layout, self._state.ram.view(entry), DEFAULT_OPTIONS)
-        return None if framed is None else framed.parts
+        return frame_chunk(
+            self._state.ram.view(entry),
+            _RAW,
+            key=entry.key,
+            layout=layout,
+            num_tokens=entry.num_tokens,
+            first_token=entry.first_token,
+            expires_at=entry.expires_at,
+            checksums=unpack(entry.checksums) or None,
+            align=ALIGNMENT,
+        ).parts
 
     async def _hold(self, keys: Sequence[bytes]) -> _Held:
         loop = asyncio.get_running_loop()

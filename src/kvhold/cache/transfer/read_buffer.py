@@ -3,9 +3,12 @@
 Any thread; the work releases the GIL.
 """
 
+from collections.abc import Callable
+
 from kvhold.cache.transfer.commands import PendingRead
 from kvhold.codecs import (
     Raw,
+    RunningChecksums,
     check_identity,
     check_loss,
     header_size,
@@ -18,10 +21,11 @@ from kvhold.codecs import (
 from kvhold.codecs.frame import RAW, FrameHeader, checksum, layer_shape
 from kvhold.codecs.sealing import OVERHEAD_BYTES, Keyring
 from kvhold.core.checksums import pack
+from kvhold.core.errors import FrameError
 from kvhold.core.layout import Layout
 from kvhold.memory.pages import page_aligned
 from kvhold.memory.slab import ALIGNMENT
-from kvhold.tiers.base import Parts
+from kvhold.tiers.base import Parts, WatchedParts
 from kvhold.tiers.ram import Entry, RamTier
 
 _RAW = Raw()
@@ -37,6 +41,9 @@ class ReadBuffer:
         self.parts = parts
         self._chunk = chunk
         self._keyring = keyring
+        self._arrived: RunningChecksums | None = None
+        if isinstance(parts, WatchedParts):
+            parts.begin = self._begin
 
     @classmethod
     def of(
@@ -49,7 +56,8 @@ class ReadBuffer:
             return cls(pending_read, chunk, (chunk,), None)
         header_bytes = _header_bytes(entry, layout)
         if keyring is None and pending_read.place.nbytes == header_bytes + entry.nbytes:
-            return cls(pending_read, chunk, (page_aligned(header_bytes), chunk), None)
+            parts = WatchedParts((page_aligned(header_bytes), chunk))
+            return cls(pending_read, chunk, parts, None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
         # a larger value is a miss; an empty one is truncated
         return cls(
@@ -62,6 +70,23 @@ class ReadBuffer:
     def fits(self, nbytes: int) -> bool:
         entry = self.pending_read.entry
         return self.pending_read.layout is not None or nbytes == entry.nbytes
+
+    @property
+    def is_summed(self) -> bool:
+        """The chunk was checked as it arrived."""
+        return self._arrived is not None and len(self._arrived.layers) == self._num_layers
+
+    def _begin(self) -> Callable[[memoryview], None]:
+        entry = self.pending_read.entry
+        header_bytes, layer_bytes = self.parts[0].nbytes, entry.nbytes // self._num_layers
+        self._arrived = RunningChecksums(header_bytes, layer_bytes)
+        return self._arrived.add
+
+    @property
+    def _num_layers(self) -> int:
+        layout = self.pending_read.layout
+        assert layout is not None, "the chunk is no opaque frame"
+        return layout.groups[_group(self.pending_read.entry)].layers
 
     def accept(self, nbytes: int, *, check: bool) -> int:
         """Returns the expiry; 0: never. Raises FrameError."""
@@ -91,9 +116,15 @@ class ReadBuffer:
             )
             return header.expires_at
         if check:
-            verify(header, self._chunk)
+            self._verify(header)
         entry.checksums = pack(header.checksums)
         return header.expires_at
+
+    def _verify(self, header: FrameHeader) -> None:
+        if self._arrived is None or not self.is_summed:
+            verify(header, self._chunk)
+        elif tuple(self._arrived.layers) != header.checksums:
+            raise FrameError("checksum", "of a layer")
 
 
 def _decode(

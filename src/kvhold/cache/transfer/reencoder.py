@@ -66,7 +66,7 @@ class _Tally:
 @dataclass(frozen=True)
 class _Looked:
     """result:      None: `written` replaces the frame
-    over_budget: a more exact codec was used, to keep the error budget
+    over_budget: a more exact codec was used
     """
 
     result: Result | None = None

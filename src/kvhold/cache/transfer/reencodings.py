@@ -3,13 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from heapq import nlargest
 from operator import itemgetter
 
 from kvhold.cache.chores import Turns
 from kvhold.cache.index.presence import Presence
 from kvhold.cache.transfer.commands import Command, ReencodeCommand, Space, StopCommand
+from kvhold.cache.transfer.named_tiers import find_tier
 from kvhold.codecs import check_codec
 from kvhold.codecs.registry import LOSES_NOTHING
 from kvhold.core.api import ReencodeProgress
@@ -27,7 +27,7 @@ _MOST_TENANTS = 1000
 @dataclass(frozen=True)
 class ReencodableTier:
     """refusal:     why its chunks cannot be re-encoded
-    lossy_below: a lower tier with lossy frames: promoted chunks may have lost precision
+    lossy_below: a lower tier with lossy frames
     """
 
     number: int
@@ -108,6 +108,16 @@ class Reencodings:
         known = self._known.get(namespace)
         return None if known is None else known.layout
 
+    def known_layout(self, namespace: bytes) -> Layout:
+        """Raises ConfigError."""
+        layout = self.layout_of(namespace)
+        if layout is None:
+            raise ConfigError(
+                f"namespace {namespace.hex()} is not known here: its engine has not connected "
+                "since the start"
+            )
+        return layout
+
     def begin(
         self,
         number: int,
@@ -116,7 +126,7 @@ class Reencodings:
         layouts: Mapping[bytes, Layout],
     ) -> None:
         """Raises ConfigError."""
-        tier = self._tier(request.tier)
+        tier = find_tier(self.tiers, request.tier)
         check_codec(request.codec)
         if tier.lossy_below is not None and request.codec not in LOSES_NOTHING:
             raise ConfigError(
@@ -166,19 +176,6 @@ class Reencodings:
             number for number, running in self._running.items() if running.owner == owner
         ]:
             self.drop(number)
-
-    def _tier(self, name: str) -> ReencodableTier:
-        tier = self.tiers.get(name)
-        if tier is None:
-            near = get_close_matches(name, self.tiers, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"tier {name!r} is unknown; known are "
-                f"{', '.join(self.tiers) or 'none: this cache has only memory'}{hint}"
-            )
-        if tier.refusal is not None:
-            raise ConfigError(f"tier {name}: {tier.refusal}")
-        return tier
 
     def _spaces(
         self, request: ReencodeRequest, tier: ReencodableTier, layouts: Mapping[bytes, Layout]

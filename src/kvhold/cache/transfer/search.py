@@ -5,10 +5,12 @@ from kvhold.cache.computing import AnyWait
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Presence
 from kvhold.cache.planner import Marks
+from kvhold.cache.transfer.commands import ProbeCommand
 from kvhold.cache.transfer.origins import Origins
+from kvhold.core.api import Uses
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.planning import ComputeCost, ComputeIntent, RequestInfo
 from kvhold.core.reasons import Reason
 from kvhold.core.tracing import TraceContext
 from kvhold.tiers.ram import Entry
@@ -21,9 +23,6 @@ class Search:
     """owner: None without a waiting request.
 
     here:       the hit made of `pinned`
-    awaited:    keys being read
-    requesting: next reads are being chosen
-    settling:   its hit is being computed
     silent:     why a tier did not answer
     unknown:    keys that a tier could not answer, with reasons
     sample:     loads one chunk, to measure the tier
@@ -31,11 +30,9 @@ class Search:
     idle:       no hit beyond `have_tokens`, even with the tiers
     missing:    the first chunk missing in memory, if expected back
     wait:       for another engine's computing, before the probe
-    futile:     number of vain waits
-    trace:      the parent of its spans; empty: none
     mark:       key; peers with it compute the prompt; empty: none
     has_begun:  another engine was seen computing it
-    asks_peers: it has waited for peers
+    probes:     receives its first probe, to be sent with others; None: it is sent at once
     """
 
     owner: Hashable
@@ -71,6 +68,9 @@ class Search:
     mark: bytes = b""
     has_begun: bool = False
     asks_peers: bool = False
+    probes: list[ProbeCommand] | None = None
+    uses: Uses = "all"
+    info: RequestInfo | None = None
 
     def __post_init__(self) -> None:
         self.forget_what_is_here()

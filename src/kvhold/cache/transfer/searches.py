@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from kvhold.cache.chores import Turns
 from kvhold.cache.index.presence import Need, Prefix, Presence
 from kvhold.cache.planner import IN_RAM, ChunkPlaces, Planner
-from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, ProbeCommand
+from kvhold.cache.transfer.commands import (
+    MOST_READS,
+    Command,
+    FetchCommand,
+    PendingRead,
+    ProbeCommand,
+)
 from kvhold.cache.transfer.search import Search
 from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.keys import Query
@@ -30,7 +36,6 @@ from kvhold.tiers.stack import TierPlace
 
 _MOST_PINS = 64  # per step
 _MOST_RESERVED = 16  # per step
-_MOST_PER_COMMAND = 250  # keys
 
 
 @dataclass
@@ -43,7 +48,6 @@ class _Coming:
 class _Survey:
     """slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
-    coming:  `{tier: chunk}`, the first with a read in progress
     """
 
     nbytes: list[int]
@@ -126,7 +130,9 @@ class Searches:
         keys = yield from presence.missing_turns()
         if self._searches.get(number) is not search:
             return
-        if keys:
+        if keys and search.probes is not None:
+            search.probes.append(_probe(number, search, keys))
+        elif keys:
             self._give_command(_probe(number, search, keys))
         else:
             search.probing, search.requesting = False, True
@@ -241,7 +247,7 @@ class Searches:
                     return
                 needs = presence.needs(prefix, part)
                 has_room = self._reserve_all(number, search, needs, pending_reads)
-                if len(pending_reads) >= _MOST_PER_COMMAND:
+                if len(pending_reads) >= MOST_READS:
                     self._give_command(FetchCommand(pending_reads))
                     pending_reads = []
                 if not has_room:

@@ -10,7 +10,7 @@ import numpy as np
 from kvhold.core.estimates import Estimate
 from kvhold.core.planning import Floats, Ints
 
-_PIECE_S = 1.0  # a piece is cut when it is this long
+_PIECE_S = 1.0
 _TOGETHER_S = 0.001  # reads that end this close together were one call
 _GROWTH = 8  # request at most this many times the largest measured piece
 _LATE = 1.5  # a read is late when it takes this many times its estimate

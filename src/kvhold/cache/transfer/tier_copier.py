@@ -18,9 +18,7 @@ class TierCopier:
         is_barred: Callable[[bytes], bool],
         report: Callable[[int, list[bool], str], None],
     ) -> None:
-        """is_barred: another host has cleared the key
-        report:    see `PromptCopies.copied`
-        """
+        """is_barred: another host has cleared the key"""
         self._stack = stack
         self._write_behind = write_behind
         self._is_barred = is_barred

@@ -206,7 +206,8 @@ class TierReader:
     async def _checked(
         self, read_buffers: Sequence[ReadBuffer], sizes: Sequence[int | None]
     ) -> list[_Arrived]:
-        if self._checking is None:
+        pairs = zip(read_buffers, sizes, strict=True)
+        if self._checking is None or all(size is None or one.is_summed for one, size in pairs):
             return self._check_all(read_buffers, sizes)
         return await asyncio.get_running_loop().run_in_executor(
             self._checking, self._check_all, read_buffers, sizes

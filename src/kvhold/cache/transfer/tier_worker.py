@@ -8,56 +8,60 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvhold.cache.loss import loss_warning
 from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.commands import (
     ClearChunksCommand,
     ClearCommand,
+    ClearTierCommand,
     Command,
     CopyCommand,
+    DropCommand,
     FetchCommand,
+    KeepTagsCommand,
     PeerCopyCommand,
     ProbeCommand,
     ReencodeCommand,
     StopCommand,
+    TransferCommand,
     UsedCommand,
     WriteCommand,
 )
-from kvhold.cache.transfer.copies import CopyTier
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
+from kvhold.cache.transfer.own_reads import read_own
 from kvhold.cache.transfer.peer_copier import PeerCopier
+from kvhold.cache.transfer.probes import answer_all, answers_of
 from kvhold.cache.transfer.reencoder import Reencoder
-from kvhold.cache.transfer.reencodings import ReencodableTier
+from kvhold.cache.transfer.tags_file import TagsFile
 from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
 from kvhold.cache.transfer.tier_copier import TierCopier
+from kvhold.cache.transfer.tier_mover import TierMover
 from kvhold.cache.transfer.tier_reader import TierReader
+from kvhold.cache.transfer.tier_rules import check_coding, clearable, copyable, reencodable
 from kvhold.cache.transfer.use_queue import keys_of
-from kvhold.cache.transfer.watched_values import own_values, watch_values
+from kvhold.cache.transfer.watched_values import watch_values
 from kvhold.cache.transfer.write_behind import WriteBehind
-from kvhold.codecs import Codec, check_codec, make_codec
+from kvhold.codecs import Codec, make_codec
 from kvhold.codecs.frame import RAW
-from kvhold.codecs.registry import LOSES_NOTHING
 from kvhold.codecs.sealing import Keyring
-from kvhold.core.api import ReencodeProgress
+from kvhold.core.api import CopyProgress, ReencodeProgress
 from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError
-from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.keys import NAME_BYTES, NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import TIER_DOWN
 from kvhold.core.status import CacheTierStatus, TiersStatus
 from kvhold.core.tracing import Tracer
 from kvhold.core.turns import next_turn
-from kvhold.memory.pages import page_aligned
 from kvhold.tiers.base import KeepsClears, Parts
+from kvhold.tiers.bytes_by_age import BytesByAge
 from kvhold.tiers.chunk_clears import ChunkClears
-from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
@@ -66,7 +70,7 @@ from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.peers.channel import ChannelPlan
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.ram import Entry
-from kvhold.tiers.stack import Stack, learning_tiers, make_stack
+from kvhold.tiers.stack import Stack, TierPlace, learning_tiers, make_stack
 from kvhold.tiers.suppressed import PendingClear
 
 log = logging.getLogger(__name__)
@@ -85,8 +89,10 @@ class TierWorker:
         keyring: Keyring | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         journal: ClearsJournal | None = None,
+        tags_file: TagsFile | None = None,
     ) -> None:
         """loop: to run in, without a thread; the caller awaits `end`, not `close`"""
+        self._tags_file = tags_file
         self._journal = journal
         # prefixes cleared by another host and not yet here, with a count
         self._barred: dict[bytes, int] = {}
@@ -117,14 +123,7 @@ class TierWorker:
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
-        self._reencoder = Reencoder(
-            stack,
-            keyrings,
-            metrics,
-            self._encoding,
-            report=self._reencode_progressed,
-            now=state.ram.now,
-        )
+        self._reencoder, self._mover = self._make_job_runners(keyrings)
         self._copier = TierCopier(
             stack, self._write_behind, is_barred=self._is_barred, report=self._copied
         )
@@ -132,7 +131,7 @@ class TierWorker:
         if (peers_tier := self.peers_tier) is not None:
             self._peer_copier = PeerCopier(peers_tier, self._tasks, report=self._copied)
             state.copies.find_peer = peers_tier.address_to_load
-        self._reencodings: dict[int, asyncio.Task[Any]] = {}
+        self._jobs: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
         self.reader = TierReader(
             state,
@@ -149,6 +148,22 @@ class TierWorker:
         if loop is None:
             self._thread.start()
 
+    def _make_job_runners(self, keyrings: Sequence[Keyring | None]) -> tuple[Reencoder, TierMover]:
+        now, stack, metrics = self.ram.now, self._stack, self._metrics
+        reencoder = Reencoder(
+            stack, keyrings, metrics, self._encoding, report=self._reencode_progressed, now=now
+        )
+        mover = TierMover(
+            stack,
+            self._codings,
+            metrics,
+            self._encoding,
+            is_barred=self._is_barred,
+            report=self._moved,
+            now=now,
+        )
+        return reencoder, mover
+
     @property
     def peers_tier(self) -> PeersTier | None:
         return next(
@@ -163,6 +178,10 @@ class TierWorker:
     def submit(self, commands: Sequence[Command]) -> None:
         if commands and not self._closed:
             self._loop.call_soon_threadsafe(self._accept, commands)
+
+    def held(self) -> dict[str, list[BytesByAge]]:
+        """Any thread."""
+        return {guard.name: held for guard in self._stack.guards if (held := guard.held)}
 
     def status(self) -> TiersStatus:
         tiers: list[CacheTierStatus] = [
@@ -251,6 +270,7 @@ class TierWorker:
                     if len(self._uses) == 1:
                         self._tasks.start(self._learn_uses())
                 case ClearCommand(prefix=prefix):
+                    self._mover.spoil(prefix)
                     if not command.learned:
                         self._write_behind.drop(prefix)  # later writes stay
                     writing = self._write_behind.writing(prefix)
@@ -260,9 +280,19 @@ class TierWorker:
                     self._tasks.start(self._clear(command, beginning))
                 case ClearChunksCommand():
                     self._accept_chunk_clear(command)
+                case KeepTagsCommand(namespace=namespace, tags=tags):
+                    if self._tags_file is not None:
+                        self._tags_file.add(namespace, tags)
+                case ClearTierCommand():
+                    self._accept_tier_clear(command)
                 case ReencodeCommand(number=number):
-                    self._reencodings[number] = self._tasks.start(self._reencoder.run(command))
-                    self._reencodings[number].add_done_callback(partial(self._reencoded, number))
+                    self._start_job(number, self._reencoder.run(command))
+                case TransferCommand(number=number):
+                    for guard in self._shared:
+                        guard.use(command.namespace)
+                    self._start_job(number, self._mover.run(command))
+                case DropCommand():
+                    self._tasks.start(self._mover.drop(command))
                 case CopyCommand():
                     for guard in self._shared:
                         guard.use(command.entries[0].key[:NAMESPACE_BYTES])
@@ -271,24 +301,25 @@ class TierWorker:
                     assert self._peer_copier is not None, "found by its tier"
                     self._peer_copier.begin(command)
                 case StopCommand(number=number):
-                    if number in self._reencodings:
-                        self._reencodings[number].cancel()
+                    if number in self._jobs:
+                        self._jobs[number].cancel()
                     elif self._peer_copier is not None:
                         self._peer_copier.end(number)
 
     async def _probe(self, command: ProbeCommand) -> None:
-        unknown = Unknown()
-        nothing = partial(self._state.probed, command.search, {}, silent=TIER_DOWN)
-        with on_error(lambda: self._post(nothing)):
-            await self._meet(command.keys)
+        unknown, keys = Unknown(), command.all_keys
+        with on_error(lambda: self._tell_probed(command, {}, Unknown(TIER_DOWN))):
+            await self._meet(keys)
             places = await self._stack.probe(
-                command.keys, unknown=unknown, trace=command.trace, tier=command.tier
+                keys, unknown=unknown, trace=command.trace, tier=command.tier
             )
-        self._post(
-            lambda: self._state.probed(
-                command.search, places, silent=unknown.why, unknown=unknown.keys
-            )
-        )
+        self._tell_probed(command, places, unknown)
+
+    def _tell_probed(
+        self, command: ProbeCommand, places: dict[bytes, TierPlace], unknown: Unknown
+    ) -> None:
+        for answers in answers_of(command, places, unknown):
+            self._post(partial(answer_all, self._state, answers))
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
         """Apply other hosts' clears: a disk may have older chunks."""
@@ -313,32 +344,7 @@ class TierWorker:
 
         None: no such frame, or larger than its room.
         """
-        return asyncio.run_coroutine_threadsafe(self._read_for_peer(keys, room), self._loop)
-
-    async def _read_for_peer(
-        self, keys: Sequence[bytes], room: Sequence[int]
-    ) -> list[Parts | None]:
-        found: list[Parts | None] = [None] * len(keys)
-        for guard in self._stack.guards:
-            if own_values(guard) is None:
-                continue
-            missing = [at for at, frame in enumerate(found) if frame is None]
-            sizes = await guard.probe([keys[at] for at in missing])
-            buffers = {
-                at: page_aligned(size)
-                for at, size in zip(missing, sizes, strict=True)
-                if size is not None and size <= room[at]
-            }
-            if not buffers:
-                continue
-            async with guard.gate.turn(Urgency.WRITE):
-                outcome = await guard.get(
-                    [keys[at] for at in buffers], [(buffer,) for buffer in buffers.values()]
-                )
-            for (at, buffer), size in zip(buffers.items(), outcome.items, strict=True):
-                if size is not None:
-                    found[at] = (buffer[:size],)
-        return found
+        return asyncio.run_coroutine_threadsafe(read_own(self._stack, keys, room), self._loop)
 
     async def _learn_uses(self) -> None:
         while self._uses:
@@ -375,14 +381,18 @@ class TierWorker:
     ) -> None:
         self._post(lambda: self._state.copies.copied(number, are_there, stopped, num_tokens))
 
-    def _reencoded(self, number: int, _: "asyncio.Task[Any]") -> None:
-        del self._reencodings[number]
+    def _start_job(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        job = self._jobs[number] = self._tasks.start(work)
+        job.add_done_callback(lambda _: self._jobs.pop(number))
+
+    def _moved(self, number: int, progress: CopyProgress) -> None:
+        self._post(lambda: self._state.moves.progressed(number, progress))
 
     def _learn(self, prefix: bytes) -> None:
-        """Drop writes from before another host's clear."""
         log.info("another host has cleared %s", prefix.hex() or "everything")
         self._barred[prefix] = self._barred.get(prefix, 0) + 1
         self._write_behind.spoil(prefix)
+        self._mover.spoil(prefix)
         for guard in self._stack.guards:
             if not guard.traits.shared:
                 guard.hide(prefix)
@@ -443,6 +453,7 @@ class TierWorker:
         try:
             writing, pending_clears = await asyncio.shield(beginning)
             await self._write_behind.wait_for(writing)
+            await self._mover.put_ended()
             if command.learned:
                 self._barred[command.prefix] -= 1
                 if not self._barred[command.prefix]:
@@ -454,6 +465,7 @@ class TierWorker:
             self._post(lambda: self._state.cleared(command.prefix, command.asked_s))
 
     def _accept_chunk_clear(self, command: ClearChunksCommand) -> None:
+        self._mover.spoil_keys([key[:NAME_BYTES] for key in command.last_keys])
         begun = [
             (guard.chunk_clears, guard.chunk_clears.begin(command.last_keys))
             for guard in self._stack.guards
@@ -469,7 +481,6 @@ class TierWorker:
         begun: Sequence[tuple[ChunkClears, int]],
         remembering: "asyncio.Future[Any]",
     ) -> None:
-        """The journal comes first."""
         clears = self._state.prompt_clears
         try:
             try:
@@ -480,6 +491,32 @@ class TierWorker:
         finally:
             self._post(clears.ended)
 
+    def _accept_tier_clear(self, command: ClearTierCommand) -> None:
+        guard = self._stack.guards[command.tier]
+        self._write_behind.drop(command.prefix, guard)
+        self._mover.spoil(command.prefix)
+        writing = self._write_behind.writing(command.prefix, guard)
+        beginning = self._loop.create_task(guard.begin_removal(command.prefix))
+        self._pending_clears.add(beginning)
+        beginning.add_done_callback(self._pending_clears.discard)
+        self._tasks.start(self._clear_tier(guard, beginning, writing))
+
+    async def _clear_tier(
+        self,
+        guard: Guard,
+        beginning: "asyncio.Task[PendingClear]",
+        writing: list[tuple[Outbox, set[Write]]],
+    ) -> None:
+        try:
+            pending_clear = await asyncio.shield(beginning)
+            # it may have replaced earlier clears of other prefixes
+            writing += self._write_behind.writing(pending_clear.prefix, guard)
+            await self._write_behind.wait_for(writing)
+            await self._mover.put_ended()
+            await guard.end_removal(pending_clear)
+        finally:
+            self._post(self._state.tier_clears.ended)
+
 
 def make_tier_worker(
     config: Config,
@@ -489,6 +526,7 @@ def make_tier_worker(
     tell_disks: Callable[[bytes, int], None] | None = None,
     plan: ChannelPlan | None = None,
     tell_places: Callable[[bytes, int, bool], None] | None = None,
+    tags_path: Path | None = None,
 ) -> TierWorker | None:
     """None without tiers.
 
@@ -496,6 +534,7 @@ def make_tier_worker(
     plan:        of a tier of peers
     tell_places: called with each value of this host's disks, the tier's number from 1 on, and
                  whether it is there
+    tags_path:   of tags, unless `clears_file` is set
 
     Raises ConfigError.
     """
@@ -504,7 +543,7 @@ def make_tier_worker(
     metrics = Metrics()
     stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
     for guard in stack.guards:
-        _check_coding(guard, config)
+        check_coding(guard, config)
     if sum(isinstance(guard.tier, PeersTier) for guard in stack.guards) > 1:
         raise ConfigError("tiers: name all peers in one tier: peers://host-a:7711,host-b:7711")
     for guard in stack.guards:
@@ -519,16 +558,16 @@ def make_tier_worker(
     for number, guard in enumerate(stack.guards, 1):
         watch_values(guard, number, tell_disks, tell_places)
     state.tier_names = [guard.name for guard in stack.guards]
-    state.reencodings.tiers = _reencodable(stack)
-    state.copies.tiers = {
-        guard.name: CopyTier(
-            number,
-            guard.config.encrypt,
-            "nothing is written to it" if guard.read_only else None,
-        )
-        for number, guard in enumerate(stack.guards)
-    }
+    state.reencodings.tiers = reencodable(stack)
+    state.copies.tiers = copyable(stack)
+    state.tier_clears.tiers = clearable(stack)
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
+    tags_file = None
+    if tags_path is not None:
+        beside = Path(f"{file}.tags") if config.clears_file else tags_path
+        tags_file = TagsFile(beside, any_owner=config.node.any_owner)
+        state.tags.load(tags_file.read())
+        state.keep_tags()
     return TierWorker(
         state,
         stack,
@@ -536,6 +575,7 @@ def make_tier_worker(
         post,
         keyring,
         journal=ClearsJournal(file, any_owner=config.node.any_owner) if file is not None else None,
+        tags_file=tags_file,
     )
 
 
@@ -549,38 +589,3 @@ def _teach(stack: Stack, state: CacheState, policy: str) -> None:
             )
         tier.learn_from(learned.times.add_place())
         state.uses.begin()
-
-
-def _check_coding(guard: Guard, config: Config) -> None:
-    try:
-        check_codec(guard.config.codec)
-    except ConfigError as error:
-        raise ConfigError(f"tier {guard.name}: {error}") from None
-    if not guard.read_only and (warning := loss_warning(guard.config.codec, config.rules)):
-        log.warning("tier %s: %s", guard.name, warning)
-    if guard.config.encrypt and not config.encryption.keys:
-        raise ConfigError(
-            f"tier {guard.name}: encrypt is set, but encryption.keys is empty; set it, for example "
-            "to =file:/etc/kvhold/key"
-        )
-
-
-def _reencodable(stack: Stack) -> dict[str, ReencodableTier]:
-    tiers: dict[str, ReencodableTier] = {}
-    lossy_below: str | None = None
-    for number, guard in reversed(list(enumerate(stack.guards))):
-        tiers[guard.name] = ReencodableTier(
-            number, guard.config.encrypt, _why_not_reencoded(guard), lossy_below
-        )
-        lossy_below = lossy_below if guard.config.codec in LOSES_NOTHING else guard.name
-    return dict(reversed(tiers.items()))
-
-
-def _why_not_reencoded(guard: Guard) -> str | None:
-    if guard.traits.read_only:
-        return f"nothing is written to {guard.traits.name}"
-    if guard.config.read_only:
-        return "it is read_only; set read_only to false to re-encode it"
-    if not guard.traits.replaces:
-        return f"{guard.traits.name} cannot replace a value in one step; clear the tier instead"
-    return None

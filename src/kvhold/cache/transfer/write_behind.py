@@ -98,9 +98,10 @@ class WriteBehind:
         outbox.finish(batch)
         self._dealt_with.set()
 
-    def drop(self, prefix: bytes) -> None:
+    def drop(self, prefix: bytes, guard: Guard | None = None) -> None:
         for outbox in self._outboxes:
-            self._finish(outbox.drop(prefix))
+            if guard is None or outbox.guard is guard:
+                self._finish(outbox.drop(prefix))
 
     def spoil(self, prefix: bytes) -> None:
         """Drop writes whose put has not begun."""

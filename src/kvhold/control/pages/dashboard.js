@@ -6,10 +6,15 @@ const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#06b6d4
 const METRICS = ["kvhold_hit_tokens", "kvhold_missed_tokens", "kvhold_lookup_tokens",
   "kvhold_arena_used_bytes", "kvhold_arena_bytes"];
 const EVERY_MS = 10000;
+const HELD_EVERY_MS = 60000;
 const SVG = "http://www.w3.org/2000/svg";
 let since = 21600;
+let by = "tenant";
 let opened = "";
 let openedReason = "";
+let heldAt = 0;
+let shows = 0;
+let isTenant = false;
 
 const at = (id) => document.getElementById(id);
 
@@ -121,15 +126,9 @@ function chart(place, times, lines, { stacked = false, most = 0, format = count 
   });
   place.append(svg);
   if (names.length > 1 || names[0]) {
-    const legend = make("div", undefined, { class: "legend" });
-    names.forEach((name, number) => {
-      const item = make("span");
-      const mark = make("i");
-      mark.style.background = COLOURS[number % COLOURS.length];
-      item.append(mark, document.createTextNode(name));
-      legend.append(item);
-    });
-    place.append(legend);
+    const made = make("div", undefined, { class: "legend" });
+    legend(made, names);
+    place.append(made);
   }
 }
 
@@ -164,6 +163,57 @@ function table(place, heads, rows, empty) {
 
 const number = (text) => ({ text });
 const state = (isGood, text) => ({ text, kind: isGood ? "good" : "bad" });
+
+// of the parts' colours, in their order
+function bar(parts) {
+  const total = sum(parts) || 1;
+  const made = make("div", undefined, { class: "bar" });
+  parts.forEach((part, i) => {
+    const piece = make("div");
+    piece.style.width = `${100 * part / total}%`;
+    piece.style.background = COLOURS[i % COLOURS.length];
+    made.append(piece);
+  });
+  return made;
+}
+
+function legend(place, names) {
+  place.replaceChildren(...names.map((name, number) => {
+    const item = make("span");
+    const mark = make("i");
+    mark.style.background = COLOURS[number % COLOURS.length];
+    item.append(mark, document.createTextNode(name));
+    return item;
+  }));
+}
+
+function showHeld(held) {
+  const names = [...held.ages_s.map((end) => "under " + duration(end)), "older"];
+  legend(at("ages"), held.rows.length ? names : []);
+  table(at("held"), ["tenant", "place", "bytes", "by age", "oldest"], held.rows.slice(0, 200).map((row) => [
+    row.tenant || "(none)", row.place, number(bytes(sum(row.by_age))), bar(row.by_age),
+    names[row.by_age.findLastIndex((part) => part > 0)] || "–"]), "nothing is held");
+}
+
+function showPrompts(prompts) {
+  table(at("prompts"), ["prompt", "tenant", "tokens", "in memory", "hits", "tokens found", "computing saved", "pinned"],
+    prompts.map((one) => [one.session ? "session " + one.session : one.prompt.slice(0, 16), one.tenant || "(none)",
+      number(count(one.num_tokens)), number(`${bytes(one.held_bytes)} of ${bytes(one.nbytes)}`), number(count(one.hits)),
+      number(count(one.hit_tokens)), number(one.saved_s === null ? "unknown" : duration(one.saved_s)),
+      one.pinned ? "yes" : "no"]), "nothing was found yet");
+}
+
+const percent = (part) => (100 * part).toFixed(0) + " %";
+
+function showShares(shares) {
+  const rows = shares.shares.map((row) => [(row.tenant && by === "session" ? row.tenant + ": " : "") + (row.name || "(none)"), row]);
+  if (shares.others) rows.push(["others", shares.others]);
+  const busy = rows.filter(([, row]) => sum(row.asked) > 0);
+  const ratios = (row) => row.asked.map((asked, i) => (asked ? Math.min(1, row.hit[i] / asked) : null));
+  chart(at("shares"), shares.at_s, Object.fromEntries(busy.map(([name, row]) => [name, ratios(row)])), { most: 1, format: percent });
+  table(at("callers"), [by === "client" ? "engine" : by, "tokens looked up", "found", "of its tokens"], busy.map(([name, row]) => [
+    name, number(count(sum(row.asked))), number(count(sum(row.hit))), number(share(sum(row.hit), sum(row.asked)))]), "nothing yet");
+}
 
 function share(part, whole) {
   return whole ? (100 * part / whole).toFixed(0) + " %" : "–";
@@ -243,42 +293,73 @@ function showPeers(status) {
       peer.last_fault]), "no peers are followed");
 }
 
-function showRequests(decisions) {
-  const made = table(at("requests"), ["request", "time", "tokens", "found", "decision"],
+function showRequests(decisions, meanings) {
+  const why = (one) => one.why || (meanings.find((row) => row.reason === one.reason) || { meaning: "" }).meaning;
+  const made = table(at("requests"), ["request", "time", "tokens", "found", "engine", "what became of it"],
     decisions.slice(0, 100).map((one) => [
-      one.request, number(new Date(1000 * one.at_s).toTimeString().slice(0, 8)), number(String(one.num_tokens)),
-      number(one.hit_tokens === null ? "waits" : String(one.hit_tokens)), one.why]),
-    "none: engines plan with rules.plan = true");
+      one.request || "–", number(new Date(1000 * one.at_s).toTimeString().slice(0, 8)), number(String(one.num_tokens)),
+      number(one.hit_tokens === null ? "waits" : String(one.hit_tokens)), one.client, why(one)]),
+    "none yet");
   if (!made) return;
   [...made.rows].slice(1).forEach((row, i) => {
     const decision = decisions[i];
     const id = decision.request + decision.at_s;
-    canBeOpened(row, () => { opened = opened === id ? "" : id; showRequests(decisions); });
-    if (id === opened) row.after(detail(decision));
+    canBeOpened(row, () => { opened = opened === id ? "" : id; showRequests(decisions, meanings); });
+    if (id === opened) row.after(story(decision));
   });
 }
 
-function detail(decision) {
-  const row = make("tr");
-  const cell = make("td", undefined, { colspan: 5 });
-  const parts = [["waited", decision.waited_s], ["loaded", decision.load_s || 0], ["computed", decision.compute_s || 0]];
-  const total = parts.reduce((all, [, seconds]) => all + seconds, 0) || 1;
-  const bar = make("div", undefined, { class: "bar" });
-  parts.forEach(([, seconds], i) => {
-    const piece = make("div");
-    piece.style.width = `${100 * seconds / total}%`;
-    piece.style.background = COLOURS[i];
-    bar.append(piece);
-  });
-  const found = Object.entries(decision.found).map(([place, tokens]) => `${tokens} in ${place}`).join(", ") || "none";
-  cell.append(bar, make("div", parts.map(([name, seconds]) => `${name} ${duration(seconds)}`).join(", ")),
-    make("div", `found: ${found}`));
+// where its tokens were, and a waterfall of its times
+function story(decision) {
+  const row = make("tr", undefined, { class: "story" });
+  const cell = make("td", undefined, { colspan: 6 });
+  const found = Object.entries(decision.found);
+  const rest = Math.max(0, decision.num_tokens - sum(found.map(([, tokens]) => tokens)));
+  const names = make("div", undefined, { class: "legend" });
+  legend(names, [...found, ["not found", rest]].map(([place, tokens]) => `${count(tokens)} tokens ${place === "not found" ? place : "found in " + place}`));
+  cell.append(bar([...found.map(([, tokens]) => tokens), rest]), names);
+  const load = decision.load_s || 0;
+  const steps = [["waited", 0, decision.waited_s],
+    ...decision.loaded.map((one) => ["from " + one.place, Math.max(0, decision.waited_s - one.seconds), one.seconds]),
+    ["loaded", decision.waited_s, decision.load_s], ["computed", decision.waited_s + load, decision.compute_s]];
+  cell.append(waterfall(steps));
   if (decision.missing) cell.append(make("div", `missing: ${decision.missing}`));
+  if (decision.blend) cell.append(...blended(decision.blend).map((line) => make("div", line)));
+  const facts = [["tenant", decision.tenant], ["session", decision.session], ["namespace", decision.namespace.slice(0, 16)],
+    ["in the engine before", decision.computed_tokens ? count(decision.computed_tokens) + " tokens" : ""]];
+  cell.append(make("div", facts.filter(([, text]) => text).map(([name, text]) => `${name}: ${text}`).join(", "), { class: "hint" }));
   for (const [name, one] of Object.entries(decision.alternatives)) {
     cell.append(make("div", `${name}: ${one.num_tokens} tokens, ${duration(one.wait_s + one.load_s + one.compute_s)}`, { class: "hint" }));
   }
   row.append(cell);
   return row;
+}
+
+function blended(blend) {
+  const spans = blend.spans.map((span) => {
+    const places = Object.entries(span.sources).map(([place, tokens]) => `${tokens} in ${place}`);
+    const peers = span.loaded.map((one) => `from ${one.place}, ${duration(one.seconds)}`);
+    const rest = [span.missing ? `missing: ${span.missing}` : "", span.is_alone ? "computed alone" : ""];
+    return `span ${span.start}-${span.end}: ${[...places, ...peers, ...rest].filter(Boolean).join(", ")}`;
+  });
+  return [`${blend.result}${blend.note ? ": " + blend.note : ""}`,
+    `${blend.exact_tokens} exact, ${blend.reused_tokens} reused, ${blend.recomputed_tokens} recomputed`, ...spans];
+}
+
+// steps: name, begin and length in seconds; null: not measured
+function waterfall(steps) {
+  const made = make("div", undefined, { class: "fall" });
+  const total = Math.max(...steps.map(([, begin, length]) => begin + (length || 0))) || 1;
+  steps.forEach(([name, begin, length], i) => {
+    const track = make("div", undefined, { class: "track" });
+    const piece = make("div");
+    piece.style.marginLeft = `${100 * begin / total}%`;
+    piece.style.width = `max(2px, ${100 * (length || 0) / total}%)`;
+    piece.style.background = COLOURS[i % COLOURS.length];
+    if (length !== null) track.append(piece);
+    made.append(make("span", name), track, make("span", length === null ? "not measured" : duration(length)));
+  });
+  return made;
 }
 
 function showNumbers(status, ratio) {
@@ -299,60 +380,92 @@ function showNumbers(status, ratio) {
 
 // --- all of it
 
-async function show() {
+// null: not for a tenant's token
+async function askForAll(path) {
+  if (isTenant) return null;
   try {
+    return await ask(path);
+  } catch (error) {
+    if (error.reason !== "tenant") throw error;
+    isTenant = true;
+    return null;
+  }
+}
+
+function showAll(status, history, clients, reasons, namespaces) {
+  at("node").textContent = `node ${status.pid}, kvhold ${status.version}, up ${duration(status.uptime_s)}`;
+  const hits = byLabel(history, "kvhold_hit_tokens");
+  const missed = byLabel(history, "kvhold_missed_tokens");
+  const looked = byLabel(history, "kvhold_lookup_tokens")[""] || [];
+  const found = history.at_s.map((_, i) => sum(Object.values(hits).map((values) => values[i])));
+  const ratios = history.at_s.map((_, i) => (looked[i] ? Math.min(1, found[i] / looked[i]) : null));
+  chart(at("ratio"), history.at_s, looked.length ? { "": ratios } : {}, { most: 1, format: percent });
+  chart(at("sources"), history.at_s, largest(hits, 12), { stacked: true });
+  chart(at("missed"), history.at_s, largest(missed, 12), { stacked: true });
+  const used = byLabel(history, "kvhold_arena_used_bytes")[""];
+  chart(at("memory"), history.at_s, used ? { "": used } : {}, { most: status.arena_bytes, format: bytes });
+  showNumbers(status, sum(looked) ? Math.min(1, sum(found) / sum(looked)) : null);
+  showReasons(missed, reasons.reasons, status, namespaces);
+  showTiers(status);
+  showPeers(status);
+  table(at("clients"), ["id", "name", "process", "heard", "hits", "leases", "writes", "memory", "state"],
+    clients.clients.slice(0, 300).map((one) => [
+      one.id, one.name, number(String(one.pid)), number(duration(one.silent_s)), number(String(one.hits)),
+      number(String(one.leases)), number(String(one.reservations)), number(bytes(one.nbytes)),
+      state(one.alive && !one.ended, one.alive ? (one.ended ? "ended" : "alive") : "dead")]), "none");
+}
+
+async function show() {
+  shows += 1;
+  const turn = shows;
+  try {
+    const askedHeld = Date.now() - heldAt > HELD_EVERY_MS;
     const find = encodeURIComponent(at("find").value);
-    const [status, history, reasons, namespaces, clients, pins, decisions] = await Promise.all([
-      ask("v1/status"), ask(`v1/history?since_s=${since}&metrics=${METRICS.join(",")}`), ask("v1/reasons"),
-      ask("v1/namespaces"), ask("v1/clients"), ask("v1/pins"), ask(`v1/decisions?request=${find}`)]);
+    const [status, history, clients, shares, held, prompts, reasons, namespaces, pins, decisions] = await Promise.all([
+      askForAll("v1/status"), askForAll(`v1/history?since_s=${since}&metrics=${METRICS.join(",")}`), askForAll("v1/clients"),
+      ask(`v1/shares?by=${by}&since_s=${since}`), askedHeld && ask("v1/held"), ask("v1/prompts"), ask("v1/reasons"),
+      ask("v1/namespaces"), ask("v1/pins"), ask(`v1/decisions?request=${find}`)]);
+    if (turn !== shows) return; // a later one has begun
     at("problem").hidden = at("login").hidden = true;
-    at("node").textContent = `node ${status.pid}, kvhold ${status.version}, up ${duration(status.uptime_s)}`;
-    const hits = byLabel(history, "kvhold_hit_tokens");
-    const missed = byLabel(history, "kvhold_missed_tokens");
-    const looked = byLabel(history, "kvhold_lookup_tokens")[""] || [];
-    const found = history.at_s.map((_, i) => sum(Object.values(hits).map((values) => values[i])));
-    const ratios = history.at_s.map((_, i) => (looked[i] ? Math.min(1, found[i] / looked[i]) : null));
-    chart(at("ratio"), history.at_s, looked.length ? { "": ratios } : {}, { most: 1, format: (part) => (100 * part).toFixed(0) + " %" });
-    chart(at("sources"), history.at_s, largest(hits, 12), { stacked: true });
-    chart(at("missed"), history.at_s, largest(missed, 12), { stacked: true });
-    const used = byLabel(history, "kvhold_arena_used_bytes")[""];
-    chart(at("memory"), history.at_s, used ? { "": used } : {}, { most: status.arena_bytes, format: bytes });
-    showNumbers(status, sum(looked) ? Math.min(1, sum(found) / sum(looked)) : null);
-    showReasons(missed, reasons.reasons, status, namespaces);
-    showTiers(status);
-    showPeers(status);
+    document.querySelectorAll("[data-all]").forEach((one) => { one.hidden = !status; });
+    if (status) showAll(status, history, clients, reasons, namespaces);
+    else at("node").textContent = "the tenant of the token";
+    showShares(shares);
+    showPrompts(prompts.prompts);
+    if (askedHeld) { heldAt = Date.now(); showHeld(held); }
     table(at("tenants"), ["tenant", "memory", "of the used memory"], byBytes(namespaces.tenants).slice(0, 100).map(([tenant, used]) => [
-      tenant || "(none)", number(bytes(used)), number(share(used, status.used_bytes))]), "nothing is in memory");
+      tenant || "(none)", number(bytes(used)), number(status ? share(used, status.used_bytes) : "–")]), "nothing is in memory");
     table(at("namespaces"), ["namespace", "model", "engine", "memory", "since"],
       namespaces.namespaces.sort((a, b) => b.bytes - a.bytes).slice(0, 100).map((one) => [
         one.digest.slice(0, 16), one.title, one.client, number(bytes(one.bytes)),
         new Date(1000 * one.at_s).toLocaleString()]), "no engine has registered one");
-    table(at("clients"), ["id", "name", "process", "heard", "hits", "leases", "writes", "memory", "state"],
-      clients.clients.slice(0, 300).map((one) => [
-        one.id, one.name, number(String(one.pid)), number(duration(one.silent_s)), number(String(one.hits)),
-        number(String(one.leases)), number(String(one.reservations)), number(bytes(one.nbytes)),
-        state(one.alive && !one.ended, one.alive ? (one.ended ? "ended" : "alive") : "dead")]), "none");
     table(at("pins"), ["number", "owner", "tokens", "memory", "left"],
       pins.pins.map((pin) => [number(String(pin.number)), pin.owner, number(String(pin.num_tokens)),
         number(bytes(pin.bytes)), number(duration(pin.left_s))]), "nothing is pinned");
-    showRequests(decisions.decisions);
+    showRequests(decisions.decisions, reasons.reasons);
   } catch (error) {
+    if (turn !== shows) return;
     at("problem").textContent = error.message;
     at("problem").hidden = false;
     at("login").hidden = error.reason !== "no_token";
   }
 }
 
-document.querySelectorAll("button[data-since]").forEach((button) => {
-  button.addEventListener("click", () => {
-    since = Number(button.dataset.since);
-    document.querySelectorAll("button[data-since]").forEach((one) => one.setAttribute("aria-pressed", String(one === button)));
+function onChoice(name, choose) {
+  const buttons = document.querySelectorAll(`button[data-${name}]`);
+  buttons.forEach((button) => button.addEventListener("click", () => {
+    choose(button.dataset[name]);
+    buttons.forEach((one) => one.setAttribute("aria-pressed", String(one === button)));
     show();
-  });
-});
+  }));
+}
+
+onChoice("since", (chosen) => { since = Number(chosen); });
+onChoice("by", (chosen) => { by = chosen; });
 at("login").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("token", at("token").value);
+  isTenant = false;
   show();
 });
 at("find").addEventListener("input", show);

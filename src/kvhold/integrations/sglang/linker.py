@@ -44,7 +44,7 @@ from kvhold.memory.placement import place_own_threads, place_this_thread
 
 log = logging.getLogger(__name__)
 
-_PINNED_S = 30.0  # how long a hit stays pinned for its load
+_PINNED_S = 30.0
 _AGAIN_S = 30.0  # SGLang repeats lookups in each pass
 _MOST_REQUESTS = 1 << 12
 

@@ -233,9 +233,7 @@ def _plain(
 
 @dataclass(frozen=True)
 class PlainPages:
-    """slots: of a page; more than its tokens if ranks share it
-    identity: distinguishes KV of the same shape
-    """
+    """slots: of a page; more than its tokens if ranks share it"""
 
     layout: Layout
     views: tuple[View, ...]

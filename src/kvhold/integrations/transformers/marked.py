@@ -1,8 +1,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvhold.blend.selection import Selector
+from kvhold.blend.selection import Selector, selector_of
 from kvhold.blend.spans import Span, of_ranges, split
+from kvhold.core.blend_config import BlendConfig
 from kvhold.integrations.transformers.calls import GenerateCall
 
 _LEAST_TOKENS = 2
@@ -17,6 +18,12 @@ class Blend:
 
     selector: Selector
     separator: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: BlendConfig) -> "Blend | None":
+        """None: off. Raises ConfigError."""
+        selector = selector_of(config)
+        return None if selector is None else cls(selector, config.separator)
 
     def spans(self, call: GenerateCall, marks: Any) -> tuple[Span, ...]:
         """marks: pairs of first token and end, instead of separators. Raises ValueError."""

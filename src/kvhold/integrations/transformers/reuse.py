@@ -14,6 +14,8 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig
 
+from kvhold.blend.canary import Drift
+from kvhold.blend.permits import BlendRefusal, Permit
 from kvhold.blend.selection import BlendPlan, StoredSpan
 from kvhold.blend.spans import Span, span_prompt
 from kvhold.core.api import Cache, Hit
@@ -22,8 +24,10 @@ from kvhold.core.errors import ConfigError, DeviceError, KVHoldError, LayoutErro
 from kvhold.core.holdings import ABSENT, Lease
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import RequestRules, check_tags, request_rules
+from kvhold.integrations.transformers.blend_reports import BlendReports
 from kvhold.integrations.transformers.blending import Blender
 from kvhold.integrations.transformers.calls import AsIs, GenerateCall, forward_call, generate_call
+from kvhold.integrations.transformers.gate import BlendGate, compute_in_full
 from kvhold.integrations.transformers.geometry import CacheGeometry, geometry_of
 from kvhold.integrations.transformers.identity import Identity
 from kvhold.integrations.transformers.marked import Blend
@@ -44,6 +48,7 @@ class ReuseResult:
     num_loaded:  with exact KV
     num_blended: of spans, with KV that is not exact
     reason:      why the cache was not fully used; empty if it was
+    drift:       of a canary
     """
 
     num_tokens: int = 0
@@ -51,6 +56,7 @@ class ReuseResult:
     num_stored: int = 0
     reason: str = ""
     num_blended: int = 0
+    drift: Drift | None = None
 
     @property
     def num_computed(self) -> int:
@@ -74,20 +80,23 @@ class _Work:
     num_blended: int = 0
     is_blended: bool = False
     reason: str = ""
+    refusal: str = ""
+    drift: Drift | None = None
 
     def result(self) -> ReuseResult:
         return ReuseResult(
             sum(len(prompt.tokens) for prompt in self.prompts),
             self.num_loaded,
             self.num_stored,
-            self.reason,
+            "; ".join(filter(None, (self.refusal, self.reason))),
             self.num_blended,
+            self.drift,
         )
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The tokens of a span that are neither exact nor the last ones."""
+    """Tokens that are neither exact nor the last."""
 
     span: Span
     num_exact: int
@@ -105,7 +114,7 @@ class _Part:
         start = self.span.start
         if self.skip >= end:
             return []
-        return [StoredSpan(start + self.skip, start + end, stored_from=self.skip)]
+        return [StoredSpan(start + self.skip, start + end, self.skip, text_end=self.span.end)]
 
     def copy(self, alone: DynamicCache, kv: DynamicCache) -> None:
         source = slice(self.skip, self.end)
@@ -116,7 +125,7 @@ class _Part:
 
 
 class Reuse:
-    """A model whose KV is kept in a cache. `last` is the last call's result."""
+    """A model with a cache. `last` is the last call's result."""
 
     def __init__(
         self,
@@ -132,11 +141,11 @@ class Reuse:
         """Inspect the model: four tokens go through it, and its weights are read once.
 
         model: decoder-only, of transformers 5, in eval mode, with or without PEFT adapters
-        config: tokens_per_chunk, copy_threads, allow_unproven and rules apply
+        config: tokens_per_chunk, copy_threads, allow_unproven, rules and blend apply
         model_id: a name for weights and adapters, which are then not read
         cache_salt: separates callers
         store_generated: store generated tokens, too
-        blend: reuse KV of marked spans wherever they stand; not exact
+        blend: reuse KV of marked spans wherever they stand, if there is a permit; not exact
 
         Raises LayoutError for an unproven model, ConfigError for unreadable weights.
         """
@@ -164,8 +173,15 @@ class Reuse:
         self._copier: Copier
         self._geometry = self._look()
         self._identity.namespace(self._geometry.layout)
-        self._blend = blend
-        self._blender = None if blend is None else Blender(model, self._geometry)
+        self._blend = blend or Blend.of(config.blend)
+        self._refusal_noted = ""
+        self._blender: Blender
+        self._gate: BlendGate
+        self._reports: BlendReports
+        if self._blend is not None:
+            self._reports = BlendReports(cache, self._blend.selector)
+            self._blender = Blender(model, self._geometry)
+            self._gate = BlendGate(config.blend, self._blend.selector)
 
     @property
     def rules(self) -> RequestRules:
@@ -243,6 +259,8 @@ class Reuse:
         except (KVHoldError, ValueError) as error:
             self._failed(work, "nothing is loaded", error)
         self.last = work.result()
+        if work.spans and self.rules.load:
+            self._reports.report(self.last, is_blended=work.is_blended)
         return work
 
     def _named(self, call: GenerateCall) -> _Work | AsIs:
@@ -269,19 +287,47 @@ class Reuse:
             num_tokens = min(work.call.most, *work.known)
             spans = [_Part(span, num_tokens, work.call.most) for span in work.spans]
             spans = [part for part in spans if part.skip < part.end]
+            permit = self._permit(work) if spans else None
+            if permit is None:
+                spans = []
             if not num_tokens and not spans:
                 return
-            kv = work.geometry.allocated(len(hits), work.call.most if spans else num_tokens)
+            length = work.call.input_ids.shape[1]
+            kv = work.geometry.allocated(len(hits), length if spans else num_tokens)
             view = work.geometry.view(kv)
             firsts = range(0, len(hits) * view.rows_per_block, view.rows_per_block)
             self._fill(
                 view, [(first, 0, num_tokens, hit) for first, hit in zip(firsts, hits, strict=True)]
             )
-        if spans:
+        if permit is not None:
             work.is_blended = True
             work.num_blended = self._blend_spans(work, kv, spans, num_tokens)
+            if self._gate.is_due(permit):
+                kv, num_tokens = self._compare(work, kv, permit), 0
         kv.batch_repeat_interleave(work.call.expand)
         work.kv, work.num_loaded = kv, num_tokens * len(hits)
+
+    def _permit(self, work: _Work) -> Permit | None:
+        found = self._gate.find(work.prompts[0].namespace)
+        if isinstance(found, BlendRefusal):
+            self._refuse_blend(work, str(found))
+            return None
+        self._refusal_noted = ""
+        return found
+
+    def _compare(self, work: _Work, kv: DynamicCache, permit: Permit) -> DynamicCache:
+        """A canary: return exact KV."""
+        full, work.drift = compute_in_full(self.model, work.geometry, work.call.input_ids, kv)
+        if refusal := self._gate.record(work.prompts[0].namespace, permit, work.drift):
+            self._refuse_blend(work, refusal)
+        work.is_blended, work.num_blended = False, 0
+        return full
+
+    def _refuse_blend(self, work: _Work, refusal: str) -> None:
+        work.refusal = refusal
+        if refusal != self._refusal_noted:
+            log.warning("kvhold: %s", refusal)
+        self._refusal_noted = refusal
 
     def _fill(self, view: View, parts: list[tuple[int, int, int, Hit]]) -> None:
         """parts: the slot of a hit's first token; its tokens from the second to before the third
@@ -316,10 +362,10 @@ class Reuse:
     def _blend_spans(
         self, work: _Work, kv: DynamicCache, parts: list[_Part], num_exact: int
     ) -> int:
-        """Return the number of tokens whose KV is not exact. Missing spans are computed alone, as
-        if each were a prompt, so that no span has another text's content.
+        """Return the number of tokens whose KV is not exact. Missing spans are computed alone, so
+        that none has another text's content.
         """
-        assert self._blend is not None and self._blender is not None
+        assert self._blend is not None
         prompts = [span_prompt(work.prompts[0], part.span) for part in parts]
         view, stored, missing = work.geometry.view(kv), list[StoredSpan](), list[tuple[int, int]]()
         with self.cache.spans([prompt.query() for prompt in prompts]) as found:
@@ -334,6 +380,7 @@ class Reuse:
                 end = min(part.end, known)
                 fills.append((part.span.start, part.skip, end, hit))
                 stored += part.stored(end)
+            self._reports.found([part.span for part in parts], found, dict(missing))
             self._fill(view, fills)
         for number, known in missing:
             part = parts[number]
@@ -342,10 +389,11 @@ class Reuse:
             if self.rules.store:
                 work.num_stored += self._store(work.geometry.view(alone), 0, prompts[number], known)
             stored += part.stored(part.end)
-        plan = BlendPlan(work.call.most, tuple(sorted(stored, key=_start)), num_exact)
-        blended = self._blender.prefill(
-            work.call.input_ids[:, : work.call.most], kv, plan, self._blend.selector
-        )
+        # with the last tokens, too: selectors must see the whole question
+        length = work.call.input_ids.shape[1]
+        plan = BlendPlan(length, tuple(sorted(stored, key=_start)), num_exact)
+        blended = self._blender.prefill(work.call.input_ids, kv, plan, self._blend.selector)
+        kv.crop(work.call.most - length)
         return blended.num_reused
 
     def _compute_alone(self, work: _Work, span: Span) -> DynamicCache:
@@ -360,7 +408,7 @@ class Reuse:
         return kv
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
-        """sequences: [rows * expand, tokens], the output of `generate`."""
+        """sequences: [rows * expand, tokens]"""
         if work.reason or not self.rules.store or work.is_blended:
             return  # what follows a blended span is not exact
         try:

@@ -1,5 +1,5 @@
-"""A digest of a model's weights. The first call reads all bytes, later ones check each tensor's
-address, version counter and 16 elements. One thread at a time.
+"""A digest of weights. The first call reads all bytes, later ones each tensor's address, version
+counter and 16 elements. One thread at a time.
 """
 
 import logging

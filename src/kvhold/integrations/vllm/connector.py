@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -17,12 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvhold.core.config import load_config
+from kvhold.blend.selection import selector_of
+from kvhold.core.config import Config, load_config
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.versions import warn_if_untested
+from kvhold.integrations.vllm.blending.refusals import blend_refusal
+from kvhold.integrations.vllm.blending.worker import MakeModel
 from kvhold.integrations.vllm.drafts import draft_limit
 from kvhold.integrations.vllm.events import make_describer, publishes, with_events
 from kvhold.integrations.vllm.geometry import (
+    Geometry,
     geometry_of,
     mixes_adapters,
     preferred_layout,
@@ -95,6 +100,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 draft_limit=draft_limit(vllm_config),
                 num_hosts=vllm_config.parallel_config.nnodes_within_dp,
             )
+            if self._scheduler.blends.is_on and (
+                reason := blend_refusal(vllm_config, geometry, settings)
+            ):
+                self._scheduler.blends.refuse(reason)
         else:
             self._settings, self._layout = settings, geometry.layout.fingerprint
             self._zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
@@ -108,6 +117,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 num_blocks=num_blocks,
                 layerwise=settings.layerwise,
                 adapters=observed_loads() if vllm_config.lora_config is not None else None,
+                blend_model=_blend_model(vllm_config, kv_cache_config, geometry, settings),
             )
 
     @property
@@ -177,9 +187,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Raises LayoutError: the workers are on several hosts, and one cannot be served."""
-        self.scheduler.use_hosts(
-            {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)}
-        )
+        places = {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)}
+        self.scheduler.use_hosts(places)
+        for place in places.values():
+            self.scheduler.blends.refuse(place.blend)
 
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset()
@@ -194,9 +205,12 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         judge(backends_not_shown(self._vllm_config), self._settings)
         self.worker.register(kv_caches)
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            self.worker.blends.refusal = "another connector may store its KV (MultiConnector)"
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        place, relay = place_of(self.worker.socket), self.worker.relay()
+        place = replace(place_of(self.worker.socket), blend=self.worker.blends.refusal)
+        relay = self.worker.relay()
         if relay is None:
             return place
         return replace(
@@ -255,8 +269,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()
 
-    # Both.
-
     def get_kv_connector_stats(self) -> Stats | None:
         return (self._scheduler or self.worker).tally.take()
 
@@ -277,6 +289,20 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         steps = self._get_connector_metadata()
         assert isinstance(steps, Steps)
         return steps
+
+
+def _blend_model(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    geometry: Geometry,
+    settings: Config,
+) -> MakeModel | None:
+    if selector_of(settings.blend) is None or blend_refusal(vllm_config, geometry, settings):
+        return None
+    from kvhold.integrations.vllm.blending.model import EngineModel
+
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return partial(EngineModel, vllm_config, spec, geometry.parts[0])
 
 
 def _step_tokens(vllm_config: "VllmConfig") -> int:

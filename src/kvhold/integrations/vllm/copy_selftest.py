@@ -1,6 +1,6 @@
 """At registration: do copies and the engine address the same blocks?
 
-Random bytes are gathered, wiped and scattered back; neighbouring blocks must stay unchanged.
+Random bytes are gathered, wiped and scattered back; neighbouring blocks stay.
 """
 
 from collections.abc import Sequence

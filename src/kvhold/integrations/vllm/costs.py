@@ -1,7 +1,7 @@
 """This engine's costs of computing and loading.
 
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
-in a step. Any thread may call `cost`, `compute_s` and `prepare`.
+in a step. Any thread: `cost`, `compute_s`, `prepare`.
 """
 
 import time
@@ -32,8 +32,7 @@ class Took:
 @dataclass
 class _Step:
     """quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no
-                prompt. After one measurement, the first cost gets all the time
-    done:       requests whose prompts are complete after the step
+    prompt. After one measurement, the first cost gets all the time
     """
 
     planned_s: float

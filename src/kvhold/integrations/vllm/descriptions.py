@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 64  # chunks in one message
+_AT_ONCE = 64
 _encoder = msgspec.msgpack.Encoder()
 
 

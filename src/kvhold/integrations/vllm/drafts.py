@@ -1,8 +1,8 @@
 """Track the blocks that lack the drafter's KV, so that they are not stored.
 
 Near the drafter's maximum length, vLLM runs a pass without it. vLLM's prefix cache may give such
-blocks to other requests. They are tracked until they are filled again, and so are later blocks,
-whose KV the drafter computed from them. Scheduler's thread only.
+blocks to other requests. They are tracked until filled again, and so are later blocks, computed
+from them. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Publish the cache's contents as vLLM's KV cache events, for routers.
 
-vLLM's block hashes exist only with a request. So each chunk that a request stores or finds is
-*described*, and *announced* while all its shards are in memory.
+vLLM's block hashes exist only with a request: each chunk that it stores or finds is *described*,
+and *announced* while all its shards are in memory.
 
 `take` runs on the scheduler's thread and never waits, the rest on the lookup thread.
 """
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 _EVENT_BUFFER = 100_000  # lasts for minutes of constant eviction
 _MOST_DESCRIBED = 4096  # chunks, about 10 KB each
-_PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
+_PACE_S, _RETRY_S = 0.05, 1.0
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
@@ -162,7 +162,6 @@ class Announced:
         self._present: dict[bytes, set[bytes]] = {}
         self._described: OrderedDict[bytes, Described] = OrderedDict()
         self._announced_blocks: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
-        # announced chunks by group and block hash
         self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
         self._touched: set[bytes] = set()
 

@@ -1,8 +1,7 @@
 """Describe vLLM's KV: groups, and each worker's shards.
 
 Blocks are opaque bytes; the packing's name identifies their arrangement. A shard is one worker's
-KV, or with `head_shards` a part of the worker's heads. Workers with equal KV share a shard that one
-worker stores.
+KV, or with `head_shards` a part of the worker's heads. Workers with equal KV share a shard.
 """
 
 from collections.abc import Sequence
@@ -44,8 +43,7 @@ _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 
 @dataclass(frozen=True)
 class Part:
-    """table: its block table's number
-    group: one shard's part as cached
+    """group: one shard's part as cached
     engine_group: the same in the engine; differs with `memory_codec`
     """
 
@@ -61,9 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Geometry:
-    """copies: neighbouring workers with the same KV
-    width: tensor parallel workers in a stage
-    """
+    """copies: neighbouring workers with the same KV"""
 
     parts: tuple[Part, ...]
     layout: Layout

@@ -145,12 +145,15 @@ def _read(params: Mapping[str, Any] | None) -> HandoverPart:
     computed_elsewhere = _flag(params, "do_remote_prefill")
     has_decoder = _is_named(params, "remote_decoder")
     has_prefiller = _is_named(params, "remote_prefiller")
-    produces = decodes_elsewhere or has_decoder
+    # LMCache's; its receiver's addresses are not read
+    has_receiver = _is_named(params, "disagg_spec")
+    produces = decodes_elsewhere or has_decoder or has_receiver
     awaits = computed_elsewhere or has_prefiller
     if produces and awaits:
         raise ConfigError(
-            "do_remote_decode: the request also says that another engine computes the prompt "
-            "(do_remote_prefill or remote_prefiller); give only one of the two parts"
+            "do_remote_prefill: the request (or remote_prefiller) says that another engine "
+            "computes the prompt, and do_remote_decode, remote_decoder or disagg_spec that another "
+            "one decodes; give only one of the two parts"
         )
     return HandoverPart(
         produces=produces,

@@ -39,7 +39,7 @@ class _Places(NamedTuple):
 class HintedMoves:
     """reserve, and what it is followed by, run on any thread; others on the lookup thread.
 
-    Each move has a place of `MOST_MOVES`, and holds its prompt's chunks in memory meanwhile.
+    Each move has a place of `MOST_MOVES`, and holds its prompt's chunks.
     """
 
     def __init__(self, cache: NodeClient) -> None:
@@ -145,7 +145,6 @@ class HintedMoves:
             self._closing.wait(_PAUSE_S)
 
     def _write(self, hint: Hint, query: Query, num_tokens: int, whole: int) -> HintAnswer:
-        """num_tokens: held in memory"""
         places = self._node_places()
         until_s = time.monotonic() + _LONGEST_S
         faults, num_places = [], int(places.serves_peers)

@@ -1,7 +1,7 @@
 """Carry out the hints of requests, and answer each (docs/hints.md).
 
 On the lookup thread; `demote` after the request, `fetch` and `share` on threads of their own. A
-hint never fails a request, nor delays its end.
+hint never fails or delays a request.
 """
 
 import logging
@@ -54,9 +54,7 @@ class _Move:
 
 @dataclass(eq=False)
 class _HintedRequest:
-    """answered: at its arrival
-    pending:  to be carried out by `work`
-    moves:    begun by `work`
+    """pending:  to be carried out by `work`
     shares:   to be carried out again when the request's chunks are stored
     is_late:  `work` was not done at the request's end
     prompt:   set by `work`; None: not named
@@ -141,7 +139,6 @@ class HintedRequests:
         self._moves.close()
 
     def _moved(self, move: _Move, hinted: _HintedRequest) -> HintAnswer:
-        """Waits for nothing."""
         hint, answer = move.hint, None
         if move.work.done():
             try:

@@ -21,7 +21,6 @@ class NodePlace(KVConnectorHandshakeMetadata):
     """boot:     of the host's last start
     folder:   device and inode of the socket's folder, to tell containers apart
     layout:   fingerprint of the worker's layout
-    facts:    such as weights
     relay:    the worker's address; empty: none
     """
 
@@ -33,6 +32,7 @@ class NodePlace(KVConnectorHandshakeMetadata):
     relay: str = ""
     token: str = field(default="", repr=False)
     uses_tls: bool = False
+    blend: str = ""
 
     def is_same_node(self, other: "NodePlace") -> bool:
         return (self.boot, self.folder) == (other.boot, other.folder)

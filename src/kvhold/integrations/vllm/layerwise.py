@@ -51,7 +51,6 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str | None:
 @dataclass
 class _Pass:
     """mark: the copies begin after it
-    reached: layers with submitted copies
     asked: layers that the pass has waited for
     failed, damaged: blocks by request
     """

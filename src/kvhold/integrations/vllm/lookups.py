@@ -1,7 +1,8 @@
-"""The lookup thread hashes a prompt on arrival, and looks it up only when the scheduler asks: a
-queued request pins nothing. A scheduling pass waits `_PATIENCE_S` for all its lookups together. A
-late or failed lookup is a miss. If the node is lost, a lookup waits for the next one, at most as
-long as computing takes.
+"""The lookup thread hashes a prompt on arrival, and looks it up when the scheduler asks: a queued
+request pins nothing. A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or
+failed lookup is a miss. Without a node, a lookup waits for the next one, at most as long as
+computing takes. While the engine has nothing else to do, a pass waits `_IDLE_S` for arrivals: vLLM
+would ask again at once, and take a core from the engine that computes them.
 """
 
 import logging
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING
 from kvhold.core.api import Hit, Uses
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError, NodeLost
+from kvhold.core.hints import session_of
 from kvhold.core.holdings import Holding
 from kvhold.core.keys import Namespace, Prompt
-from kvhold.core.planning import MOST_NAME, ComputeIntent
+from kvhold.core.planning import MOST_NAME, ComputeIntent, RequestInfo
 from kvhold.core.reasons import SLOWER, WHOLE
 from kvhold.core.rules import RequestRules
 from kvhold.integrations.vllm.costs import Costs, Took
@@ -42,7 +44,9 @@ log = logging.getLogger(__name__)
 _MOST_CAUSES = 100
 _START_S = 1.0  # a killed node is usually back within this time
 _PATIENCE_S = 0.003  # RAM answers faster
-_PAUSE = 0.01  # part of a wait between checks of another engine
+_IDLE_S = 0.005
+_TIMED_EVERY_S = 0.1
+_PAUSE, _LEAST_PAUSE_S = 0.01, 0.002  # part of a wait between checks of another engine
 
 
 class RequestLookups:
@@ -68,6 +72,7 @@ class RequestLookups:
         self.namespace = namespace
         self.costs = costs
         self.patience_s = _PATIENCE_S
+        self._idle_s = 0.0
         self._config = config
         self._geometry = geometry
         self._cache = cache
@@ -76,6 +81,7 @@ class RequestLookups:
         self._adapters = adapters
         self._media = media
         self.handovers = Handovers(config.client)
+        self._timed_s = -inf
         self._late_announcements: dict[str, Holding] = {}
         self._announcer = announcer
         self._descriptions = descriptions
@@ -88,8 +94,10 @@ class RequestLookups:
     def use_span(self, span: HostSpan) -> None:
         self.span, self._awaits_hosts = span, False
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, idle: bool) -> None:
+        """idle: the last one computed and loaded nothing"""
         self.patience_s = _PATIENCE_S
+        self._idle_s = _IDLE_S if idle else 0.0
 
     def submit_name(self, request: "Request", rules: RequestRules) -> "Future[Prompt | None]":
         self._media.announce(request)
@@ -142,7 +150,12 @@ class RequestLookups:
         # a node knows only its own host's costs and engines
         is_alone = self.span is None
         plans = is_alone and request_state.rules.plan and self._loads_for(request_state)
-        asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens)
+        info = RequestInfo(
+            request.request_id[:MOST_NAME],
+            session_of(request.kv_transfer_params, getattr(request, "session_id", None)),
+            request.num_tokens,
+            computed_tokens,
+        )
         would_load = self.would_load(request_state, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
         shares = is_alone and request_state.rules.wait_for_computing and (stores or would_load)
@@ -156,7 +169,7 @@ class RequestLookups:
             self._lookup,
             request_state,
             request_state.naming,
-            asking,
+            info,
             have_tokens,
             uses,
             plans=plans,
@@ -218,7 +231,7 @@ class RequestLookups:
         self,
         request_state: RequestState,
         naming: "Future[Prompt | None]",
-        asking: tuple[str, int, int],
+        info: RequestInfo,
         have_tokens: int,
         uses: Uses,
         *,
@@ -228,8 +241,7 @@ class RequestLookups:
         produces: bool,
         awaits: bool,
     ) -> Hit | None:
-        """asking:   the request's id, its tokens and its computed tokens
-        produces: for a decode engine
+        """produces: for a decode engine
         awaits:   a prefill engine's KV
         """
         prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()
@@ -237,7 +249,7 @@ class RequestLookups:
         request_state.is_lost = False
         try:
             patience_s = request_state.patience_s = self._patience(
-                request_state.request.num_tokens, asking[2]
+                request_state.request.num_tokens, info.computed_tokens
             )
             handover = (
                 self.handovers.wait_for(request_state.part, prompt)
@@ -245,7 +257,11 @@ class RequestLookups:
                 else None
             )
             has_intent = waits or announces or handover is not None
-            cost = self.costs.cost(*asking) if plans or has_intent else None
+            cost = (
+                self.costs.cost(info.request, info.num_tokens, info.computed_tokens)
+                if plans or has_intent
+                else None
+            )
             intent = (
                 ComputeIntent(
                     cost,
@@ -271,6 +287,7 @@ class RequestLookups:
                     have_tokens=have_tokens,
                     uses=uses,
                     intent=intent,
+                    info=info,
                     wait_s=0,
                     deadline_s=patience_s,
                     trace=trace.lookup_context if trace is not None else "",
@@ -333,15 +350,17 @@ class RequestLookups:
         assert request_state.naming is not None
         began_s, hit, lookup = time.monotonic(), None, request_state.lookup
         try:
-            # no pass waits for arrivals
-            hit = lookup.result(timeout=0 if request_state.arriving else patience_s)
+            # no pass that computes waits for arrivals
+            hit = lookup.result(timeout=self._idle_s if request_state.arriving else patience_s)
             request_state.lookup = None
         except FutureTimeout:
             if not last and began_s - request_state.asked_s < request_state.patience_s:
                 return False
             self.let_go(request_state)
         finally:
-            self.patience_s = max(0.0, self.patience_s - (time.monotonic() - began_s))
+            waited_s = time.monotonic() - began_s
+            self.patience_s = max(0.0, self.patience_s - waited_s)
+            self._idle_s = max(0.0, self._idle_s - waited_s)
         if (
             hit is None
             and request_state.is_lost
@@ -361,9 +380,12 @@ class RequestLookups:
                 request_state.since_s = began_s  # tiers are asked after the wait
                 if not settle and began_s < request_state.ask_again_s:
                     request_state.lookup, request_state.arriving = lookup, hit
+                    pause_s = min(self._idle_s, request_state.ask_again_s - began_s)
+                    self._idle_s -= pause_s
+                    time.sleep(pause_s)
                     return False
                 waited_s = began_s - request_state.first_asked_s
-                request_state.ask_again_s = began_s + _PAUSE * waited_s
+                request_state.ask_again_s = began_s + max(_LEAST_PAUSE_S, _PAUSE * waited_s)
             request_state.lookup, request_state.arriving = (
                 self._thread.submit(self._look_again, request_state, hit, settle),
                 hit,
@@ -378,8 +400,7 @@ class RequestLookups:
         if (
             hit is not None
             and not request_state.pending_steps
-            and (request_state.rules.plan or request_state.rules.wait_for_computing)
-            and (hit.num_tokens or hit.reason == SLOWER)
+            and self._is_timed(request_state.rules, hit, began_s)
         ):
             self.costs.follow(request_state.request.request_id, request_state.request.num_tokens)
         if prompt is not None:
@@ -394,6 +415,15 @@ class RequestLookups:
                 if self._announcer is not None:
                     self._announcer.found(request_state.request, prompt, hit.num_tokens)
                 self._descriptions.found(request_state.request, prompt, hit.num_tokens)
+        return True
+
+    def _is_timed(self, rules: RequestRules, hit: Hit, now_s: float) -> bool:
+        """Without a planner, only samples: each timing is a call."""
+        if rules.plan or rules.wait_for_computing:
+            return bool(hit.num_tokens) or hit.reason == SLOWER
+        if now_s - self._timed_s < _TIMED_EVERY_S:
+            return False
+        self._timed_s = now_s
         return True
 
     def _waits(self, request_state: RequestState, now_s: float) -> bool:

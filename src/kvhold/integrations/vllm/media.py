@@ -1,8 +1,8 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
-vLLM's caches use an identifier that a client may choose. After two contents of it, vLLM may compute
-one with the other's KV, so its later requests are not stored. Content that vLLM leaves out is that
-of the same identifier in this process.
+vLLM's caches use an identifier that a client may choose. After two contents of one, its later
+requests are not stored: vLLM may mix their KV. Content that vLLM leaves out is that of the same
+identifier in this process.
 """
 
 import threading

@@ -8,6 +8,7 @@ from kvhold.core.holdings import Holding
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import RequestRules
 from kvhold.core.tracing import TraceContext
+from kvhold.integrations.vllm.blending.requests import BlendRequest
 from kvhold.integrations.vllm.handovers import WHOLE_REQUEST, HandoverPart
 from kvhold.integrations.vllm.stats import NO_ANSWER
 from kvhold.integrations.vllm.tracing import RequestTrace
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestState:
-    """naming: of the hashed prompt; None: not cached
+    """naming: None: not cached
     arriving: the hit that `lookup` refreshes
     asked_s, since_s: the last and the first call for this hit, without a wait for another engine
     first_asked_s: the same, with this wait
@@ -28,7 +29,7 @@ class RequestState:
     pending_steps: steps that the tracker does not know yet
     no_hit: the reason of a miss if the cache gave none
     announcement: that this engine computes missing chunks
-    trace: None: not traced
+    blend: None: it is served without blend
     """
 
     request: "Request"
@@ -55,6 +56,12 @@ class RequestState:
     no_hit: str = NO_ANSWER
     announcement: Holding | None = None
     trace: RequestTrace | None = None
+    blend: BlendRequest | None = None
+
+    @property
+    def is_private(self) -> bool:
+        """Its KV is not exact, and never stored."""
+        return self.blend is not None and self.blend.is_private
 
     @property
     def trace_context(self) -> TraceContext:

@@ -14,6 +14,7 @@ from kvhold.core.api import Hit, Uses
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
 from kvhold.core.keys import ChunkNames, Namespace
+from kvhold.integrations.vllm.blending.requests import BlendRequests
 from kvhold.integrations.vllm.costs import Costs
 from kvhold.integrations.vllm.descriptions import Descriptions
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
@@ -115,14 +116,20 @@ class SchedulerSide:
             awaits_hosts=num_hosts > 1,
         )
         self.hints = HintedRequests(config, self._cache, self._lookup_thread, self.tally)
+        self.blends = BlendRequests(
+            config, lambda: self._namespace, self._cache, self._lookup_thread, loads=loads
+        )
+        self._log_start()
+
+    def _log_start(self) -> None:
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
-            namespace.layout.tokens_per_chunk,
+            self._namespace.layout.tokens_per_chunk,
             ", ".join(
                 f"{len(part.layer_names)} layers of {part.group.attention} attention"
-                for part in geometry.parts
+                for part in self._geometry.parts
             ),
-            geometry.shards,
+            self._geometry.shards,
             self._cache.path,
         )
 
@@ -199,7 +206,7 @@ class SchedulerSide:
             return
         # an earlier request with this id: a session that continues its prompt
         if (before := self._request_states.pop(request.request_id, None)) is not None:
-            self.lookups.let_go(before)
+            self._let_go(before)
             self.lookups.withdraw(before)
             if before.trace is not None:
                 before.trace.end(status="continued")
@@ -209,7 +216,9 @@ class SchedulerSide:
             trace = self._tracer.begin(request) if self._tracer is not None else None
             state = RequestState(request, rules, part, naming, trace=trace)
             self._request_states[request.request_id] = state
-            self.hints.arrived(request, naming, stores=self._stores_for(state))
+            stores = self._stores_for(state)
+            self.hints.arrived(request, naming, stores=stores)
+            state.blend = self.blends.arrived(request, rules, part, stores=stores)
         else:
             self.lookups.note(request)
             self.hints.arrived(request, None, stores=False)
@@ -221,6 +230,8 @@ class SchedulerSide:
         request_state = self._request_states.get(request.request_id)
         if request_state is None:
             return 0, False
+        if request_state.is_private:
+            return self.blends.matched(request_state, request, computed_tokens) or (0, False)
         if request_state.tried != request.num_preemptions:
             if request.request_id in self._inside:  # it has lost its load's blocks
                 request_state.loading = False
@@ -243,6 +254,8 @@ class SchedulerSide:
             request_state, self.lookups.patience_s
         ):
             return None, False
+        if (blended := self._blended(request_state, request, computed_tokens)) is not None:
+            return blended
         found = request_state.hit.num_tokens if request_state.hit is not None else 0
         # the pass must not write where a layer is being loaded
         if self._layerwise:
@@ -254,10 +267,26 @@ class SchedulerSide:
         request_state.first_token = computed_tokens
         return found - computed_tokens, not self._layerwise
 
+    def _blended(
+        self, request_state: RequestState, request: "Request", computed_tokens: int
+    ) -> tuple[int | None, bool] | None:
+        answer = self.blends.matched(request_state, request, computed_tokens)
+        if request_state.is_private:
+            request_state.tracker = None
+            self.lookups.withdraw(request_state)
+            self._costs.forget(request.request_id)
+        return answer
+
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Plan a load into `blocks`; without one, release the hit."""
         request_state = self._request_states.get(request.request_id)
         if request_state is None or (request_state.loading and not external_tokens):
+            return
+        if request_state.is_private:
+            if external_tokens:
+                table = blocks.get_block_ids()[self._geometry.parts[0].table]
+                self.blends.allocated(request_state, request, table)
+                request_state.loading = True
             return
         if not external_tokens or request_state.hit is None:
             if request_state.lookup is None:  # a pending answer decides which chunks are stored
@@ -311,14 +340,16 @@ class SchedulerSide:
             self._run(stores, output, request_id, cached.num_computed_tokens[at], starts=resumed)
         loads, self._loads = self._loads, []
         self._inside = [load.request_id for load in loads if load.inside]
-        self.lookups.begin_pass()
-        return Steps(loads, stores, output.total_num_scheduled_tokens > 0, self._storers)
+        computes = output.total_num_scheduled_tokens > 0
+        states = self._request_states.values()
+        self.lookups.begin_pass(idle=not computes and not any(one.loading for one in states))
+        return Steps(loads, stores, computes, self._storers, self.blends.take())
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if request_state := self._request_states.get(request_id):
                 request_state.loading = False
-                self.lookups.let_go(request_state)
+                self._let_go(request_state)
 
     def step_over(self) -> None:
         self.lookups.submit_timings()
@@ -362,7 +393,7 @@ class SchedulerSide:
             and bool(request_state.pending_steps)
             and self._catch_up(request_state, self.lookups.patience_s, last=True)
         )
-        self.lookups.let_go(request_state)
+        self._let_go(request_state)
         keeps_blocks = complete and self._store_last(request_state, request, tables, late=late)
         self.lookups.withdraw(request_state, is_stored_late=keeps_blocks)
         self._costs.forget(request.request_id)
@@ -397,12 +428,12 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Invalidate all stored KV, and drop current stores. vLLM calls this after weights have
-        changed in place. A random tag renews the namespace.
+        changed in place.
         """
         before = self._namespace
         self.lookups.namespace = self._configured.narrowed(tags=(("reset", token_hex(8)),))
         for request_state in self._request_states.values():
-            self.lookups.let_go(request_state)
+            self._let_go(request_state)
             self.lookups.withdraw(request_state)
             request_state.naming = request_state.tracker = None
             request_state.pending_steps.clear()
@@ -451,7 +482,7 @@ class SchedulerSide:
         starts: bool,
     ) -> None:
         request_state = self._request_states.get(request_id)
-        if request_state is None:
+        if request_state is None or request_state.is_private:
             return
         request_state.pending_steps.append(
             Scheduled(output.num_scheduled_tokens[request_id], computed_tokens, starts)
@@ -516,6 +547,10 @@ class SchedulerSide:
             self._adapter_of(request_state),
             request_state.trace_context,
         )
+
+    def _let_go(self, request_state: RequestState) -> None:
+        self.lookups.let_go(request_state)
+        self.blends.let_go(request_state)
 
     def _tickets_of(self, hit: Hit) -> tuple[int, ...]:
         if not isinstance(hit, SpanHit):

@@ -96,7 +96,7 @@ class Sessions:
             self._num_chunks += turn.num_chunks
 
     def latest(self, session_id: str, namespace: bytes) -> list[Query]:
-        """The latest turn of each branch, the newest first."""
+        """Of each branch, the newest first."""
         session = self._sessions.get((namespace, session_id), _Session())
         return [turn.query for turn in reversed(session.turns)]
 
@@ -121,7 +121,7 @@ class Sessions:
 
 
 def _by_shared_chunks(turns: list[SessionTurn], query: Query) -> Iterator[tuple[SessionTurn, int]]:
-    """The most shared first; of several alike, the newest."""
+    """The most shared first, then the newest."""
     hashes = list(split_hashes(query.hashes))
     found = [(turn, _num_shared(turn, hashes)) for turn in reversed(turns)]
     yield from sorted(found, key=lambda one: -one[1])

@@ -1,5 +1,4 @@
-"""The set-ups that real vLLM engines ran on a GPU, with all loaded bytes and tokens equal
-(docs/gpu.md).
+"""The set-ups that real vLLM engines ran on a GPU (docs/gpu.md).
 
 Anything else on a GPU needs `allow_unproven`.
 """
@@ -39,7 +38,7 @@ def device_of_kv() -> str | None:
 
 
 def capability() -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; None: of another device."""
+    """Of an NVIDIA GPU; None: another device."""
     found = current_platform.get_device_capability() if current_platform.is_cuda() else None
     return None if found is None else (found.major, found.minor)
 

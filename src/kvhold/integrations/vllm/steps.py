@@ -2,7 +2,9 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvhold.blend.permits import Permit
 from kvhold.core.keys import ChunkNames
+from kvhold.core.planning import SpanReport
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.core.tracing import TraceContext
 from kvhold.integrations.vllm.naming.adapters import AdapterUse
@@ -14,7 +16,6 @@ class Load:
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
     inside: the step's pass waits for each layer
     patience_s: for the claim; None: a call's usual deadline
-    trace: the parent of its spans; empty: none
     """
 
     request_id: str
@@ -48,6 +49,46 @@ class Store:
     trace: TraceContext = ""
 
 
+@dataclass(frozen=True)
+class SpanLoad:
+    """start, end: of the tokens to reuse, before those that are exact are skipped
+    skip:       tokens that are exact, from `start` on
+    num_tokens: of the stored KV, whole blocks; may end after `end`
+    text_end:   end of the marked text, whose rest is no whole block
+    ticket:     0: computed alone, and stored as `names`
+    """
+
+    start: int
+    end: int
+    skip: int
+    num_tokens: int
+    text_end: int
+    ticket: int
+    names: ChunkNames | None = None
+
+
+@dataclass(frozen=True)
+class BlendLoad:
+    """Compute KV of a prompt over that of its spans.
+
+    tokens:     of the whole prompt
+    num_tokens: of these get KV
+    ticket:     of the first `num_exact` tokens
+    """
+
+    request_id: str
+    tokens: list[int]
+    num_tokens: int
+    block_ids: list[int]
+    spans: tuple[SpanLoad, ...]
+    num_exact: int = 0
+    ticket: int = 0
+    patience_s: float | None = None
+    store_options: StoreOptions = DEFAULT_OPTIONS
+    permit: Permit | None = None
+    reports: tuple[SpanReport, ...] = ()
+
+
 @dataclass
 class Steps(KVConnectorMetadata):
     """The engine can wait for loads if it computes nothing.
@@ -59,3 +100,4 @@ class Steps(KVConnectorMetadata):
     stores: list[Store] = field(default_factory=list)
     computes: bool = True
     storers: tuple[int, ...] | None = None
+    blends: list[BlendLoad] = field(default_factory=list)

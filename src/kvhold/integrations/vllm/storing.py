@@ -34,7 +34,6 @@ class Reserving:
 class Reading:
     """is_whole: they cover all granted chunks
     is_lost: the device failed and may still write
-    nbytes: of the granted chunks
     """
 
     transfers: list[Transfer]

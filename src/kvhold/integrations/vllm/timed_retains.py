@@ -32,7 +32,7 @@ class TimedRetains:
     def add(
         self, query: Query, retained: RetainedPrompt, ttl_s: float, tokens_per_chunk: int
     ) -> list[RetainedPrompt]:
-        """Return the older retains of its prefixes that would not outlive it.
+        """Return its prefixes' retains that would not outlive it.
 
         Their tails are then not kept, unless the chunks before are the same.
         """

@@ -1,8 +1,8 @@
 """Copies between the engine's blocks and the node's arena, in a worker's process.
 
 One thread loads while requests wait. Another reserves memory for stores during a pass, and reads
-the blocks right after it, before the next pass. vLLM computes the KV of failed loads, and all KV
-from the first damaged chunk on.
+the blocks before the next. vLLM computes the KV of failed loads, and all KV from the first damaged
+chunk on.
 """
 
 import logging
@@ -22,6 +22,7 @@ from kvhold.core.errors import DeviceError, KVHoldError, LayoutError, NodeError
 from kvhold.core.holdings import ABSENT, ChunkBytes, Lease, Reservation
 from kvhold.core.keys import Namespace
 from kvhold.core.tracing import OpenSpan
+from kvhold.integrations.vllm.blending.worker import MakeModel, WorkerBlends
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.hosts import relay_address
@@ -72,8 +73,10 @@ class WorkerSide:
         layerwise: bool = False,
         adapters: AdapterLoads | None = None,
         copier: Copier | None = None,
+        blend_model: MakeModel | None = None,
     ) -> None:
         """num_blocks: the engine's, equal for all groups
+        blend_model: None: nothing is blended
         copier: None: chosen in `register` by the blocks' device
         """
         self._config = config
@@ -114,6 +117,9 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
+        self.blends = WorkerBlends(
+            config.blend, geometry, self._cache, self.tally, self._loader, self._storer, blend_model
+        )
 
     @property
     def socket(self) -> Path:
@@ -166,6 +172,7 @@ class WorkerSide:
         warm_up(views[0].device, views)
         self._warm_pages(views)
         place_own_threads(self._config.client.cores)
+        self.blends.register(kv_caches, self._copier)
 
     def _choose_copier(self, device: str) -> None:
         if self._is_copier_given or device == "cpu":
@@ -224,6 +231,7 @@ class WorkerSide:
         for load in beside:
             self._loader.submit(self._load, load, mark)
         self._loading += len(beside)
+        self.blends.start(steps.blends)
         if self._layerwise is not None:
             inside = [load for load in steps.loads if load.inside]
             if self._tracer is not None:
@@ -337,6 +345,12 @@ class WorkerSide:
 
     def take_loaded(self, *, idle: bool = False) -> set[str]:
         """idle: the engine computes nothing; wait `_IDLE_WAIT_S` for a load"""
+        ended = self._take_loads(idle=idle)
+        ended |= self.blends.advance(idle=idle and not ended)
+        self._failed_blocks.update(self.blends.take_failed_blocks())
+        return ended
+
+    def _take_loads(self, *, idle: bool) -> set[str]:
         ended: set[str] = set()
         while self._loading:
             try:

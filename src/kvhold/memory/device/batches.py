@@ -140,7 +140,7 @@ class Batch:
 
 
 def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterator[Batch]:
-    """Batches of up to `most_bytes`, the first of up to half; each has at least a chunk."""
+    """Of up to `most_bytes`, the first of up to half; each has at least a chunk."""
     plan = piece.planned.plan
     chunks = np.unique(plan.chunk)
     if not chunks.size or not layers:

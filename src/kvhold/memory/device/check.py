@@ -61,7 +61,6 @@ def takes_sums(driver: DeviceDriver, device: str) -> bool:
         return False
     try:
         agree = sums_agree(driver, device)
-    # then the host takes them, as without a kernel
     except Exception as error:  # noqa: BLE001
         log.warning("kvhold: %s takes no checksums, the host does: %s", device, error)
         return False

@@ -1,6 +1,6 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-A thread pins slices (0.1 s per GiB), and keeps the mappings until they are unpinned.
+A thread pins slices (0.1 s per GiB).
 """
 
 import logging
@@ -43,7 +43,6 @@ class PinnedArena:
     report:     called with `pinned_bytes`, from the arena's beginning, after each slice
     is_settled: no more slices will be pinned
     is_leaving: it is being unpinned, or was unpinned
-    thread:     None for scratch memory
     """
 
     read_only: Buffer

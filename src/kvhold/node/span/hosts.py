@@ -32,7 +32,7 @@ from kvhold.node.client import NodeClient
 log = logging.getLogger(__name__)
 
 _CONNECT_WITHIN_S = 5.0
-_PAUSE_S = 1.0  # between two attempts to connect
+_PAUSE_S = 1.0
 _CLOSE_WITHIN_S = 5.0
 _greeting: Decoder[s.Greeting] = Decoder(s.Greeting)
 _answer: Decoder[s.Answer] = Decoder(s.Answer)
@@ -134,8 +134,6 @@ class _Call:
 
 
 class OtherHost:
-    """lost: why it cannot be asked, or None"""
-
     def __init__(self, place: RelayPlace, tls: ssl.SSLContext | None) -> None:
         self.name, self.shards = place.name, place.shards
         self.lost: str | None = "not connected yet"

@@ -19,7 +19,7 @@ from kvhold.node.span.hosts import Host
 
 log = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 4  # of asking again
+_MOST_ROUNDS = 4
 
 
 class SpanHit(Hit):

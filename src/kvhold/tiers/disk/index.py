@@ -11,11 +11,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvhold.tiers.base import ValueChanges
+from kvhold.tiers.bytes_by_age import SLOT_S, BytesByAge
 from kvhold.tiers.disk.folder import FoundValue, parts_of_name, value_name
 from kvhold.tiers.disk.learned import UNKNOWN_PAST, LearnedOrder, Learning
 from kvhold.tiers.disk.rows import NONE, Rows, Sorting
 from kvhold.tiers.policies import Policy, make_policy
 
+_SLOT_NS = SLOT_S * 10**9
 _IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
@@ -65,6 +67,8 @@ class Index:
             self._learned = LearnedOrder(self._rows, learning or Learning())
         else:
             self._rows = Rows()
+        self.held = BytesByAge()
+        self._last_slot = 0
         self._busy: dict[bytes, DiskEntry] = {}
         self._used_bytes = 0
         self._leaving_bytes = 0
@@ -261,6 +265,7 @@ class Index:
         row = self._rows.find(entry.key)
         if self._learned is not None:
             self._learned.removed(entry.key, row, evicted=evicted)
+        self._note_held(row, entry.key, -1)
         self._rows.remove(row)
         self._changes.tell(entry.key, 0)
         if self._busy.get(entry.key) is entry:
@@ -298,6 +303,7 @@ class Index:
             past=past,
             behind=behind,
         )
+        self._note_held(row, entry.key, 1)
         self._changes.tell(entry.key, entry.nbytes)
         if learned is not None and is_new:
             learned.added(row)
@@ -305,6 +311,12 @@ class Index:
             self._busy[entry.key] = entry
         if self._policy is not None:
             self._policy.insert(entry.key, entry.occupied_bytes)
+
+    def _note_held(self, row: int, key: bytes, sign: int) -> None:
+        slot = self._rows.written_ns(row) // _SLOT_NS
+        if slot > self._last_slot:
+            self._last_slot = max(slot, self.held.slot())
+        self.held.add(key, slot, sign * self._rows.occupied_bytes(row))
 
     def _entry(self, row: int) -> DiskEntry:
         key, rows = self._rows.key(row), self._rows

@@ -26,7 +26,7 @@ from kvhold.tiers.policies.reuse_times import Worths
 UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
 _MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
-_MOST_KNOWN = 4096  # pasts whose worth is remembered
+_MOST_KNOWN = 4096
 
 # worth, time of the last use, list, past of its first row, tick
 Head: TypeAlias = tuple[float, float, int, int, int]
@@ -41,7 +41,7 @@ class KnownPast(NamedTuple):
 
 class Learning:
     """worths: of memory's policy; None before `DiskTier.learn_from`
-    ghosts: the pasts of chunks that are not in this tier
+    ghosts: of chunks not in this tier
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """One row per file, in arrays: about 100 bytes each, no objects.
 
 With `first_past`, each row has a past (`tiers/policies/ghosts.py`), and each kind and value has a
-list, the least recently used row first. 1,024 hash tables map keys to rows.
+list, the least recently used row first.
 """
 
 from array import array
@@ -259,7 +259,7 @@ class Rows:
 
 
 class Sorting:
-    """Sorts rows by time of use, in steps (`look`, `sort`, `link`). Rows may change in between.
+    """By time of use, in steps (`look`, `sort`, `link`). Rows may change in between.
 
     `sort` may run in a thread. Rows used after `look` stay last. The victims of `lru` and `fifo`
     are right from the first step of `link` on, those of `mru` at its end.

@@ -1,7 +1,6 @@
 """One disk: an index used by the loop, and a folder used by threads.
 
-A call changes the index before its threads start, and settles the change afterwards, even if
-cancelled.
+A call changes the index before its threads start, and settles this afterwards, even if cancelled.
 """
 
 import asyncio
@@ -23,6 +22,7 @@ from kvhold.core.errors import TierError, TierFull, TierIncomplete, TierUnavaila
 from kvhold.core.sizes import format_size
 from kvhold.core.turns import next_turn
 from kvhold.tiers.base import FolderMet, Parts, size_of
+from kvhold.tiers.bytes_by_age import BytesByAge
 from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.disk.index import DiskEntry, Index, PlannedFile
 from kvhold.tiers.disk.jobs import (
@@ -106,6 +106,10 @@ class DiskStore:
     @property
     def index_bytes(self) -> int:
         return self._opener.place.index.index_bytes if self._opener.place else 0
+
+    @property
+    def held(self) -> BytesByAge | None:
+        return self._opener.place.index.held if self._opener.place else None
 
     def weight(self, key: bytes) -> bytes:
         return blake2b(key, key=self._path_digest, digest_size=8).digest()

@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete
 from kvhold.core.setting import setting, size
 from kvhold.tiers.base import FolderMet, Parts, TierTraits, ValueChanges, check_lengths
+from kvhold.tiers.bytes_by_age import BytesByAge
 from kvhold.tiers.disk.jobs import StoreSettings
 from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.disk.store import DiskStore
@@ -110,6 +111,11 @@ class DiskTier:
     def index_bytes(self) -> int:
         ghosts_bytes = 0 if self._learning is None else self._learning.ghosts.nbytes
         return ghosts_bytes + sum(store.index_bytes for store in self._stores)
+
+    @property
+    def held(self) -> list[BytesByAge]:
+        """Any thread."""
+        return [held for store in self._stores if (held := store.held) is not None]
 
     @property
     def limit_bytes(self) -> int:

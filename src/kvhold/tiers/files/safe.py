@@ -10,12 +10,14 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from kvhold.core.cleanup import on_error
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_LINKS = 40  # as in Linux
+_MOST_LINKS = 40
 
 
 class Unsafe(PermissionError):
@@ -185,3 +187,29 @@ def _group_name(gid: int) -> str:
     with suppress(KeyError):
         return grp.getgrgid(gid).gr_name
     return str(gid)
+
+
+def replace_own_file(
+    path: Path,
+    parts: Iterable[bytes],
+    *,
+    any_owner: bool = False,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> None:
+    """After a crash, `path` is the old file or the new one. is_wanted: asked before the exchange"""
+    temporary = f"{path.name}.new"
+    folder = open_folder(path.parent, any_owner=any_owner)
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        file = open_own_file(temporary, flags, dir_fd=folder, shown=f"{path}.new")
+        with os.fdopen(file, "wb") as opened:
+            opened.writelines(parts)
+            opened.flush()
+            os.fsync(opened.fileno())
+        if is_wanted():
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+    finally:
+        os.close(folder)

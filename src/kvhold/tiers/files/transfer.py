@@ -12,7 +12,7 @@ import numpy as np
 
 from kvhold.tiers.base import Parts
 
-PAGE_BYTES = 4096  # alignment for O_DIRECT
+PAGE_BYTES = 4096
 LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster
 
 _MOST_PIECES = 1024  # IOV_MAX

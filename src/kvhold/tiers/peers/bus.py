@@ -122,7 +122,6 @@ class Inbox:
     """The waiting records of one incarnation, without gaps.
 
     begins: the change after which it gets all changes; taken ones are gone. None: none has come
-    ends:   the last change that has come
     """
 
     def __init__(self, incarnation: int, key: bytes, clock: Callable[[], int]) -> None:

@@ -38,6 +38,7 @@ OFF = "peers.channel is tcp"
 NOT_OFFERED = "the peer does not offer NIXL (its peers.channel)"
 NOT_WITH_TLS = "NIXL does not encrypt; with TLS, set peers.channel to nixl to use it"
 _NOT_YET = "it is being opened"
+BATCH_BYTES = 17 << 20  # the tier's, with headers
 _MOST_KEYS = 128  # of one read
 _LEAST_BYTES = 64 << 10  # less is faster over TCP
 _PIECE_BYTES = 1 << 20  # of a sample
@@ -132,7 +133,7 @@ class PeerChannel:
         asked: set[int] = set()
         try:
             async with asyncio.timeout(timeout_s):
-                for batch in batched(waiting, _MOST_KEYS):
+                for batch in batched(waiting, _MOST_KEYS, BATCH_BYTES):
                     await self._read_batch(read_from, offer, batch, asked)
         except TimeoutError:
             self._failed(f"no answer within {timeout_s:g} s", offer)
@@ -177,6 +178,7 @@ class PeerChannel:
                     if size is None or not nbytes:
                         await item.take(stream, size)
                     else:
+                        item.begin()
                         await stream.read_into(item.parts[:1], size - nbytes)
                 if pieces:
                     await read_from(pieces)
@@ -279,10 +281,10 @@ class PeerChannel:
 
 
 def _is_direct(item: Getting, memory: RemoteMemory) -> bool:
-    """A header outside the arena, then the chunk inside."""
     if item.start is not None or len(item.parts) != 2 or not item.parts[1].nbytes:
         return False
-    return memory.region.has(address_of(item.parts[1]), item.parts[1].nbytes)
+    chunk = item.parts[1]
+    return memory.region.has(address_of(chunk), chunk.nbytes)
 
 
 def _check(offer: p.ChannelOffer) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self, TypeAlias
 
 from kvhold.core.errors import ConfigError, TierUnavailable
@@ -99,6 +100,7 @@ def _is_name(host: str) -> bool:
     return is_host_name(host)
 
 
+@lru_cache(4096)
 def _is_usable(host: str) -> bool:
     with suppress(ValueError):
         address = ipaddress.ip_address(host)

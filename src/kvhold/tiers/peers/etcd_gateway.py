@@ -35,7 +35,7 @@ class RangeRequest(msgspec.Struct):
 
 
 class RangeAnswer(msgspec.Struct):
-    """count: of all keys, beyond the limit, too"""
+    """count: of all keys, also beyond the limit"""
 
     kvs: list[KeyValue] = []
     count: int = 0

@@ -1,4 +1,4 @@
-"""Which peers have which chunks: 17 bytes a slot, at most 0.7 of the slots in use, no objects.
+"""Which peers have which chunks: 17 bytes a slot, 0.7 of them in use at most.
 
 1,024 tables with linear probing, for short growths. One thread.
 """
@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 MOST_PEERS = 32
 DIGEST_BYTES = 8
-_SLOT_BYTES = 17  # of the four arrays of a table
+_SLOT_BYTES = 17
 _TABLES = 1024
 _SMALLEST = 8
 _MOST_FULL = 0.7
@@ -44,9 +44,10 @@ class PeerIndex:
     def __init__(self) -> None:
         self._counts = [0] * MOST_PEERS
         self._tables = [_Table(self._counts) for _ in range(_TABLES)]
+        self._num = 0
 
     def __len__(self) -> int:
-        return sum(table.num for table in self._tables)
+        return self._num
 
     @property
     def nbytes(self) -> int:
@@ -61,21 +62,33 @@ class PeerIndex:
         Ignores the digest of a free slot, and invalid sizes.
         """
         if digest and 0 < nbytes < _TOO_LARGE:
-            self._tables[digest % _TABLES].add(digest, nbytes, 1 << peer)
+            table = self._tables[digest % _TABLES]
+            self._num -= table.num
+            table.add(digest, nbytes, 1 << peer)
+            self._num += table.num
 
     def remove(self, digest: int, *, peer: int) -> None:
-        self._tables[digest % _TABLES].remove(digest, 1 << peer)
+        table = self._tables[digest % _TABLES]
+        self._num -= table.num
+        table.remove(digest, 1 << peer)
+        self._num += table.num
 
     def forget(self, peer: int) -> Iterator[None]:
         for table in self._tables:
-            table.forget(1 << peer)
-            yield
+            if not self._counts[peer]:
+                return
+            if table.num:
+                self._num -= table.num
+                table.forget(1 << peer)
+                self._num += table.num
+                yield
 
     def parts(self, peer: int) -> Iterator[IndexPart]:
         """A table at a time. Chunks may change in between."""
         for table in self._tables:
-            part = table.part(1 << peer)
-            if part.digests:
+            if not self._counts[peer]:
+                return
+            if table.num and (part := table.part(1 << peer)).digests:
                 yield part
 
     def count(self, peer: int) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from typing import TypeAlias
 
 from kvhold.core.cleanup import on_error
@@ -17,8 +18,8 @@ from kvhold.net.stream import Address, Stream
 from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import now
-from kvhold.tiers.exchanges import Getting, batched, read_body
-from kvhold.tiers.peers.channel import ChannelPlan, PeerChannel
+from kvhold.tiers.exchanges import Getting, batched, read_body, take_all
+from kvhold.tiers.peers.channel import BATCH_BYTES, ChannelPlan, PeerChannel
 from kvhold.tiers.peers.faults import (
     PeerDenied,
     PeerFault,
@@ -40,7 +41,6 @@ Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream
 class Peer:
     """number:       its bit in the index
     incarnation:  of the node whose chunks are in the index; 0: none
-    after:        number of the last change in the index
     is_self:      this node itself, named in a list that all hosts share
     is_elsewhere: the same node is followed at another of its addresses
     away_for:     why it is not followed; None: it is, or was not tried yet
@@ -61,6 +61,7 @@ class Peer:
         introduction: Callable[[], p.Introduce],
         metrics: Metrics,
         plan: ChannelPlan | None = None,
+        threads: Executor | None = None,
     ) -> None:
         self.number = number
         self.address = address
@@ -81,6 +82,7 @@ class Peer:
         self.channel = PeerChannel(plan or ChannelPlan(), str(address), self._pool)
         self.offers_nixl = False
         self._breaker = Breaker(failures=1, first_pause_s=pause_s)
+        self._threads = threads
         self._introduction = introduction
         self.kvhold = self.name = ""
 
@@ -182,7 +184,7 @@ class Peer:
     async def _fetch(self, items: Sequence[Getting], deadline_s: float) -> PeerFault | None:
         began_s = now()
         left = await self.channel.read(items, timeout_s=deadline_s)
-        batches = [_GetBatch(batch) for batch in batched(left, _MOST_KEYS)]
+        batches = [_GetBatch(batch) for batch in batched(left, _MOST_KEYS, BATCH_BYTES)]
         timeout_s = deadline_s - (now() - began_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -246,6 +248,7 @@ class Peer:
             raise PeerGone("connect", self.address, "restarted", "the node was restarted")
         with on_error(stream.close):
             await stream.send([self.introduction()])
+        stream.threads = self._threads
         return stream
 
 
@@ -272,5 +275,5 @@ class _GetBatch(Exchange):
                 raise ProtocolError(
                     f"the answer to a get of {len(left)} keys has a wrong number of sizes"
                 )
-            for size in answer.sizes:
-                await left.pop(0).take(stream, size)
+            now, left = left[: len(answer.sizes)], left[len(answer.sizes) :]
+            await take_all(stream, now, answer.sizes)

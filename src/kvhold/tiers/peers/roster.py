@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S = 4.0  # less than a check may take, see `GuardConfig.get_timeout_s`
 _LEAVE_TIMEOUT_S = 2.0
-_MOST_NAMED = 10  # addresses in a line of the log
+_MOST_NAMED = 10
 _GOES_ON = "the last list stays in use"
 TOO_MANY = (
     f"at most {MOST_PEERS} peers are followed; for more hosts use a central cache (kvhold://), or "

@@ -6,6 +6,7 @@ host's clears (`clear_numbers.py`).
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -42,6 +43,7 @@ from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.url import TierUrl
 
+_THREADS = 4
 _KEYS_A_TURN = 300  # about a millisecond
 _OTHERS_S = 1.0
 
@@ -89,7 +91,12 @@ class _Share(NamedTuple):
 
 class PeersTier:
     traits: ClassVar[TierTraits] = TierTraits(
-        name=TIER, shared=True, read_only=True, lost=PEER_EVICTED
+        name=TIER,
+        shared=True,
+        read_only=True,
+        lost=PEER_EVICTED,
+        lists=False,
+        batch_bytes=16 << 20,
     )
 
     def __init__(
@@ -137,6 +144,7 @@ class PeersTier:
         self._inboxes = None if self._bus is None else Inboxes(self.metrics)
         self._reading: asyncio.Task[None] | None = None
         self._plan = ChannelPlan()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-receive")
         self._roster = Roster(
             self._index,
             make_peer=lambda number, address: Peer(
@@ -150,6 +158,7 @@ class PeersTier:
                 introduction=self._introduction,
                 metrics=self.metrics,
                 plan=self._plan,
+                threads=self._threads,
             ),
             make_follower=self._follower,
             forget_s=config.forget_s,
@@ -267,7 +276,7 @@ class PeersTier:
         return await PeerLoading.begin(peer, request)
 
     def knows_changes(self, incarnation: int, number: int) -> bool | None:
-        """None: it is not followed. Any thread."""
+        """None: not followed. Any thread."""
         found = [peer for peer in self.peers if peer.incarnation == incarnation]
         if not any(peer.is_followed for peer in found):
             return None
@@ -387,6 +396,7 @@ class PeersTier:
         if self._reading is not None:
             self._reading.cancel()
         await self._roster.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._reading is not None:
             await end_task(self._reading)
 

@@ -24,11 +24,9 @@ _SWEPT_A_CALL = 3  # keeps about two places per leaf at most
 class Chunk:
     """rank:      unique; the lowest is evicted first
     uses:      a counter for the policy
-    use:       the last use, for `LearnedPolicy`
     is_sample: the use is counted, for `LearnedPolicy`
     demoted:   goes before all others, until its next use
     place:     its entry in the heaps; None: no leaf
-    space:     its namespace
     """
 
     __slots__ = (
@@ -63,9 +61,7 @@ Place: TypeAlias = tuple[int, int, Chunk]
 
 
 class Queue:
-    """Each heap has the places of 256 neighbouring ranks. A chunk's older places are stale; each
-    call sweeps a few.
-    """
+    """Each heap has the places of 256 neighbouring ranks; each call sweeps a few stale ones."""
 
     __slots__ = ("_buckets", "_credit", "_order", "_to_sweep")
 
@@ -169,7 +165,6 @@ class ChainPolicy(ABC):
 
     def __init__(self) -> None:
         self._chunks: KeyTable[Chunk] = KeyTable()
-        # key, known or not -> number of its known continuations
         self._continued: KeyTable[int] = KeyTable()
         self._all = self._new_space()
         self._spaces: dict[bytes, ChunkSpace] = {}

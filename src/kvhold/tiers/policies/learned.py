@@ -72,7 +72,7 @@ class LearnedSpace(ChunkSpace):
 
 
 class LearnedPolicy(ChainPolicy):
-    """A chunk's `queue` number is made of its value and its kind (uses, pause, new chunks)."""
+    """A chunk's `queue` number has its value and kind."""
 
     learns = True
 
@@ -240,7 +240,7 @@ class LearnedPolicy(ChainPolicy):
     def _inserted(self, chunk: Chunk) -> None:
         """Its groups and shards share a past.
 
-        The entry that lookups name takes it out of the ghosts, and may be the sample.
+        The named entry takes it out of the ghosts, and may be the sample.
         """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
@@ -292,7 +292,6 @@ class LearnedPolicy(ChainPolicy):
         self._forget(self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s))
 
     def _forget(self, past: int) -> None:
-        """past: 0: none"""
         if past & SAMPLE:
             self.times.forget(self._use_at(past))
 

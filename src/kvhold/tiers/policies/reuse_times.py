@@ -66,9 +66,7 @@ class Cohort:
 
 
 class Use:
-    """at_s: the beginning of its first cohort
-    into: the use that it was merged into
-    """
+    """at_s: the beginning of its first cohort"""
 
     __slots__ = ("at_s", "cohort", "into", "kind", "num")
 

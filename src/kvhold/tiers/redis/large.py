@@ -1,9 +1,9 @@
 """Values in parts, in the format of `split.py`.
 
-A put uploads the parts, writes the head, which makes the value visible, and then removes their
-expiry in one transaction, if the head is still there: an interrupted put expires. With a time to
-live, the parts expire two hours after the head. A delete removes the head that it saw and its parts
-in one transaction; a small string without one.
+A put uploads the parts, writes the head, which makes the value visible, and removes their expiry in
+one transaction, if the head is still there: an interrupted put expires. With a time to live, the
+parts expire two hours after the head. A delete removes the head that it saw and its parts in one
+transaction; a small string without one.
 """
 
 from collections.abc import Callable, Sequence

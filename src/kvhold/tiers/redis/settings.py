@@ -10,7 +10,7 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 6379
 _SENTINEL_PORT = 26379
-_MAX_VALUE_BYTES = 512 << 20  # the default of servers' proto-max-bulk-len
+_MAX_VALUE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvhold.tiers.redis.topology import ask, make_topology
 from kvhold.tiers.redis.values import ReadRange, ReadWhole, fill
 from kvhold.tiers.url import TierUrl
 
-_SCAN_COUNT = 1000  # names in one round trip
+_SCAN_COUNT = 1000
 _MAX_TTL_MS = 100 * 365 * 86_400_000
 _PROBE_ROUNDS = 3
 _PUT_ROUNDS = 3
@@ -232,7 +232,7 @@ class RedisTier:
     async def _put_once(
         self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Fills `faults`. Returns the keys that had a value before."""
+        """Returns the keys that had a value before."""
         taken: list[bytes] = []
         small: dict[bytes, RedisCall] = {}
         options = ("NX",) if ttl_ms is None else ("NX", "PX", ttl_ms)

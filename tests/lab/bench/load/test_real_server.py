@@ -77,7 +77,9 @@ def test_policies_get_equal_requests_and_their_hits_come_from_kvhold(tmp_path: P
     demo = ["--serve-demo", "tiny", "--demo-context", "2048", "--demo-ram", "64MiB"]
     demo += ["--demo-disk", "64MiB"]
     others = ["--most-tokens", "2000", "--expect-max-errors", "0", "--json", str(lines)]
-    result = CliRunner().invoke(cli, ["bench", "load", *chats, *compared, *demo, *others])
+    result = CliRunner().invoke(
+        cli, ["bench", "load", *chats, *compared, *demo, *others], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     written = [json.loads(line) for line in lines.read_text().splitlines()]
     lru, learned = (line for line in written if line["type"] == "policy")

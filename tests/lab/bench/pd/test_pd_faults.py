@@ -68,13 +68,14 @@ class TestJudge:
 
     def test_what_is_held_at_the_end_is_leaked(self) -> None:
         row = judged(held={"leases": 2, "pinned_chunks": 3})
+        assert not row.is_clean
         assert row.leaked == 5
         assert row.detail == "2 leases; 3 pinned_chunks"
         assert not row.is_right
 
-    def test_a_note_changes_no_verdict(self) -> None:
+    def test_a_fault_that_did_not_come_proves_nothing(self) -> None:
         row = judge("none", KVHOLD, RIGHT, EXPECTED, deadline_s=9, held={}, notes=["too late"])
-        assert row.is_right
+        assert row.is_clean and not row.was_made and not row.is_right
         assert row.detail == "too late"
 
     def test_only_rows_of_kvhold_can_fail(self) -> None:

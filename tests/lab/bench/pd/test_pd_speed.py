@@ -8,6 +8,7 @@ from kvhold_lab.bench.pd.speed import (
     ALONE,
     NEXT_DOOR,
     PREFILL_ALONE,
+    UNSTORED,
     PdSpeedRow,
     PdTimes,
     render,
@@ -79,6 +80,7 @@ def test_the_time_between_tokens_beside_prefills_is_compared_with_that_alone() -
         answers = {
             ALONE: answer(1.0, slower, slower),
             NEXT_DOOR: answer(9.0, 2 * slower, 2 * slower, 100.0),
+            UNSTORED: answer(9.0, 1.6 * slower),
         }
         measured.add(0, 1_000, answers)
     rows = rows_of(measured)
@@ -86,6 +88,9 @@ def test_the_time_between_tokens_beside_prefills_is_compared_with_that_alone() -
     assert beside.itl_p50_s == pytest.approx(0.8)
     assert beside.itl_ratio_to_alone == pytest.approx(2.0)
     assert beside.itl_interval == pytest.approx((2.0, 2.0))
+    assert beside.itl_ratio_to_unstored == pytest.approx(1.25)
+    assert rows[UNSTORED].itl_ratio_to_alone == pytest.approx(1.6)
+    assert rows[UNSTORED].itl_ratio_to_unstored is None
     assert (beside.ratio_to_limit, beside.ratio_to_nixl) == (None, None)
     assert rows[ALONE].itl_ratio_to_alone is None
     assert "2.000 (2.000-2.000)" in render([beside])

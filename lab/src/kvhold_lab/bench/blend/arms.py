@@ -1,6 +1,6 @@
 """Ways to prefill one prompt: in full, from a prefix, and from documents' own KV."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvhold.blend.selection import (
 from kvhold.integrations.transformers.blending import Blender
 from kvhold_lab.retrieval.language import ANSWER_TOKENS, END, QUESTION_TOKENS, Exercise
 
-_CHUNK_TOKENS = 16  # of a prefix cache
+_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class BlendPrompt:
     stored:    of each document alone, from position 0: by layer, keys and values
                `[heads, document_tokens, head_dim]`
     earlier:   KV of another prompt, whose first `shared` tokens are this one's
+    start:     of the first document
     """
 
     tokens: Any
@@ -68,6 +69,7 @@ class BlendPrompt:
     stored: list[list[tuple[Any, Any]]]
     earlier: list[tuple[Any, Any]]
     shared: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def ask(blender: Blender, exercise: Exercise, rng: np.random.Generator) -> Blend
     return BlendPrompt(
         torch.cat([documents.flatten(), asked[:QUESTION_TOKENS]])[None],
         tuple(exercise.questions[0, QUESTION_TOKENS:-1].tolist()),
-        [_alone(blender, document[None]) for document in documents],
-        _alone(blender, beginning) if shared_tokens else [],
+        [compute_alone(blender, document[None]) for document in documents],
+        compute_alone(blender, beginning) if shared_tokens else [],
         shared_tokens,
     )
 
@@ -107,13 +109,10 @@ def prefill(blender: Blender, prompt: BlendPrompt, arm: BlendArm) -> PrefilledPr
         if shared:
             for number, (keys, values) in enumerate(prompt.earlier):
                 kv.update(keys[None].clone(), values[None].clone(), number)
-        with torch.no_grad():
-            logits = blender.model(
-                prompt.tokens[:, shared:], past_key_values=kv, use_cache=True, logits_to_keep=1
-            ).logits
-        return PrefilledPrompt(kv, logits[0, -1], num_tokens - shared, shared)
+        logits = next_logits(blender, kv, prompt.tokens[:, shared:])
+        return PrefilledPrompt(kv, logits, num_tokens - shared, shared)
     kv, spans = blender.geometry.allocated(1, num_tokens), []
-    start = 0
+    start = prompt.start
     for document in prompt.stored:
         stop = start + document[0][0].shape[1]
         for layer, (keys, values) in zip(kv.layers, document, strict=True):
@@ -126,29 +125,48 @@ def prefill(blender: Blender, prompt: BlendPrompt, arm: BlendArm) -> PrefilledPr
     return PrefilledPrompt(kv, blended.logits[0, -1], blended.num_recomputed, blended.num_reused)
 
 
-def answer(blender: Blender, prefilled: PrefilledPrompt) -> list[int]:
-    """Continue greedily, up to END."""
+def _ends(tokens: list[int]) -> bool:
+    return tokens[-1] == END
+
+
+def answer(
+    blender: Blender,
+    prefilled: PrefilledPrompt,
+    *,
+    ends: Callable[[list[int]], bool] = _ends,
+    limit: int = ANSWER_TOKENS,
+) -> list[int]:
+    """Continue greedily, up to the ending token."""
     tokens: list[int] = []
     logits = prefilled.logits
-    while (token := int(logits.argmax())) != END and len(tokens) < ANSWER_TOKENS:
-        tokens.append(token)
-        with torch.no_grad():
-            logits = blender.model(
-                torch.tensor([[token]]), past_key_values=prefilled.kv, use_cache=True
-            ).logits[0, -1]
+    while len(tokens) < limit:
+        tokens.append(int(logits.argmax()))
+        if ends(tokens):
+            return tokens[:-1]
+        logits = next_logits(blender, prefilled.kv, torch.tensor([tokens[-1:]]))
     return tokens
 
 
-def f1(found: list[int], expected: tuple[int, ...]) -> float:
-    """Of the tokens, in any order."""
+def next_logits(blender: Blender, kv: Any, tokens: Any) -> Any:
+    """[vocabulary], after `tokens` [1, n], which `kv` has then, too"""
+    with torch.no_grad():
+        output = blender.model(
+            tokens.to(blender.model.device), past_key_values=kv, use_cache=True, logits_to_keep=1
+        )
+    return output.logits[0, -1]
+
+
+def f1(found: Sequence[Hashable], expected: Sequence[Hashable]) -> float:
+    """Of the tokens or words, in any order."""
+    if not found and not expected:
+        return 1.0
     common = sum(min(found.count(token), expected.count(token)) for token in set(found))
     return 2 * common / (len(found) + len(expected))
 
 
-def _alone(blender: Blender, tokens: Any) -> list[tuple[Any, Any]]:
+def compute_alone(blender: Blender, tokens: Any) -> list[tuple[Any, Any]]:
     kv = blender.geometry.empty()
-    with torch.no_grad():
-        blender.model(tokens, past_key_values=kv, use_cache=True, logits_to_keep=1)
+    next_logits(blender, kv, tokens)
     return [(layer.keys[0], layer.values[0]) for layer in kv.layers]
 
 

@@ -16,6 +16,13 @@ from kvhold_lab.options import default_option, json_option, only_option, tokens_
 @tokens_option(least=128)
 @default_option("--prompts", 100, "Prompts, each of five documents and a question.")
 @default_option("--rounds", 5, "Rounds of the times.", click.IntRange(5))
+@click.option(
+    "--engine",
+    type=click.Choice(["transformers", "vllm"]),
+    default="transformers",
+    show_default=True,
+    help="vllm: some selectors, and as many rounds as prompts.",
+)
 @json_option()
 def command(
     only: tuple[str, ...],
@@ -23,6 +30,7 @@ def command(
     tokens: int,
     prompts: int,
     rounds: int,
+    engine: str,
     json_file: Path | None,
 ) -> None:
     """Measure answers and TTFT of prompts whose documents have KV from elsewhere.
@@ -32,14 +40,21 @@ def command(
     """
     with needing("'kvhold[transformers]'"):
         from kvhold_lab.bench.blend.run import load_blender, rows
-    blender = load_blender(model)
+        from kvhold_lab.bench.blend.vllm_rows import vllm_rows
+    found = (
+        vllm_rows(model, num_tokens=tokens, num_prompts=prompts, only=only)
+        if engine == "vllm"
+        else rows(
+            load_blender(model), num_tokens=tokens, num_prompts=prompts, rounds=rounds, only=only
+        )
+    )
     click.echo(f"{machine_and_load()}; {prompts} prompts of {tokens} tokens\n")
     click.echo(
         f"{'selector':14} {'recomputed':>10} {'TTFT s':>7} {'ratio':>6} {'F1':>6} "
         f"{'change, points':>16} {'KL':>9} {'reused':>7}"
     )
     measured = []
-    for row in rows(blender, num_tokens=tokens, num_prompts=prompts, rounds=rounds, only=only):
+    for row in found:
         measured.append(row)
         change = f"{100 * row.f1_low:+.2f} to {100 * row.f1_high:+.2f}"
         click.echo(

@@ -6,14 +6,15 @@ from time import perf_counter
 
 import numpy as np
 
+from kvhold.blend.canary import drift_of
 from kvhold.core.errors import ConfigError
 from kvhold.integrations.transformers.blending import Blender
 from kvhold_lab.bench.blend.arms import BlendPrompt, answer, arms, ask, f1, names_of, prefill
+from kvhold_lab.bench.blend.intervals import interval
 from kvhold_lab.retrieval.language import NUM_DOCUMENTS, QUESTION_TOKENS, Shape, draw
 from kvhold_lab.retrieval.model import make_retrieval_model
 
 _SEED = 1_000_003
-_RESAMPLES = 2_000
 _TIMED_PROMPTS = 3
 
 
@@ -24,7 +25,7 @@ class BlendRow:
     f1, f1_full:    of the answers' tokens
     f1_low, f1_high: 95 % interval of f1 - f1_full, over prompts
     kl:             mean KL(full || this) of the next token, in nats
-    reused_tokens:  mean number of tokens that keep stored KV
+    reused_tokens:  that keep stored KV, mean
     """
 
     engine: str
@@ -71,9 +72,8 @@ def rows(
         full = None
         for name in names:
             prefilled = prefill(blender, prompt, known[name])
-            log_shares = prefilled.logits.double().log_softmax(-1)
-            full = log_shares if full is None else full
-            kl = float((full.exp() * (full - log_shares)).sum())
+            full = prefilled.logits if full is None else full
+            kl = drift_of(full, prefilled.logits).kl
             right = f1(answer(blender, prefilled), prompt.answer)
             counts = prefilled.num_recomputed, prefilled.num_reused
             tries[name].append(_Try(right, kl, *counts))
@@ -93,7 +93,7 @@ class _Try:
 def _times(
     blender: Blender, prompts: Sequence[BlendPrompt], names: Sequence[str], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each prompt and round, arms in turn; the first round is not counted."""
+    """Seconds of each prompt and round; the first round is not counted."""
     if rounds < 5:
         raise ConfigError(f"rounds is {rounds}; medians need 5 or more")
     known = arms(len(blender.geometry.empty().layers))
@@ -111,9 +111,7 @@ def _times(
 def _row(
     name: str, tries: list[_Try], full: list[_Try], seconds: list[float], full_seconds: list[float]
 ) -> BlendRow:
-    changes = np.array([one.f1 - other.f1 for one, other in zip(tries, full, strict=True)])
-    picks = np.random.default_rng(0).integers(0, len(changes), (_RESAMPLES, len(changes)))
-    low, high = np.quantile(changes[picks].mean(1), (0.025, 0.975)).tolist()
+    low, high = interval([one.f1 - other.f1 for one, other in zip(tries, full, strict=True)])
     total = tries[0].num_recomputed + tries[0].num_reused
     return BlendRow(
         engine="transformers",

@@ -74,7 +74,7 @@ def command(
 
     The first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
     missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
-    kvhold failed, answered differently, or reused nothing. Ctrl-C shows the results so far.
+    kvhold failed, answered differently, or reused nothing.
     """
     tiers = tuple(tier for tier in TIERS if tier in (tiers or TIERS))
     workloads = [WORKLOADS[name] for name in WORKLOADS if name in (names or WORKLOADS)]
@@ -120,10 +120,10 @@ def vllm(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """`kvhold bench compare` only in memory: the cost of kvhold, and its gain by reuse.
+    """`kvhold bench compare` only in memory: kvhold's cost and gain.
 
     The working set is larger than vLLM's own memory. Exits with 1 if two systems answered
-    differently, or if kvhold reused nothing. Ctrl-C shows the results so far.
+    differently, or if kvhold reused nothing.
     """
     needing_pictures(plot)
     host = _Host.of(model_size, threads, peer)

@@ -1,6 +1,6 @@
 """Every system gets the same prompts, in a changing order.
 
-A system that fails, or answers differently from "recompute", is dropped, or ends a strict run.
+A system that fails or answers differently is dropped, or ends a strict run.
 """
 
 import random

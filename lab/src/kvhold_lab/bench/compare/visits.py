@@ -82,7 +82,6 @@ class ComparePlan:
     """held_prompts:  prompts that a connector in "ram" holds
     strict:        a failure or another answer ends the run
     settles:       wait for each system to rest
-    page_cache:    keep lower tiers' files there
     """
 
     command: str

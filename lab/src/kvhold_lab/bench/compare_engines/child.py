@@ -45,7 +45,6 @@ class ChildOptions:
     num_tokens: of the longest prompt
     folder:     empty
     redis_port: 0: no Redis
-    page_cache: keep the disk tier's files in the page cache
     """
 
     mode: str

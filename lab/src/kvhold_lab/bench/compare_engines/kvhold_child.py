@@ -21,11 +21,11 @@ from kvhold.node import connect
 if TYPE_CHECKING:
     from kvhold_lab.bench.compare_engines.child import ChildOptions, Layers
 
-_PATIENCE_S = 60.0  # cores may be busy
+_PATIENCE_S = 60.0
 _IDLE_EXIT_S = 20.0
 _COPY_THREADS = 2
 _SPARE_BYTES = 8 << 20
-_FILLER_TOKEN = 1 << 30  # beyond any vocabulary
+_FILLER_TOKEN = 1 << 30
 
 
 def start(options: "ChildOptions", layers: "Layers") -> "KVHold":

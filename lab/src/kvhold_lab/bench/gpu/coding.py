@@ -12,7 +12,7 @@ from kvhold_lab.bench.gpu.rows import GpuRow, check, rate
 from kvhold_lab.bench.gpu.target import Target
 
 PART = "coding"
-_BLOCK, _LAYERS, _WIDTH = 16, 32, 2 * 8 * 128
+_BLOCK, _WIDTH = 16, 2 * 8 * 128
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
@@ -22,11 +22,11 @@ def rows(target: Target) -> Iterator[GpuRow]:
 
 
 def _of_dtype(target: Target, dtype: torch.dtype, *, measured: bool) -> Iterator[GpuRow]:
-    blocks = 16 if target.small else 256
+    blocks, layers = (16, 2) if target.small else (256, 32)
     name = str(dtype).removeprefix("torch.")
     generator = torch.Generator().manual_seed(0)
     group = Group(
-        layers=_LAYERS,
+        layers=layers,
         planes=2,
         heads=8,
         head_dim=128,
@@ -37,11 +37,11 @@ def _of_dtype(target: Target, dtype: torch.dtype, *, measured: bool) -> Iterator
     )
     on_host = [
         (torch.randn(blocks, _BLOCK * _WIDTH, generator=generator) * 8).to(dtype)
-        for _ in range(_LAYERS)
+        for _ in range(layers)
     ]
     on_device = [tensor.to(target.device, copy=True) for tensor in on_host]
     chunk_bytes = (
-        _LAYERS
+        layers
         * blocks
         * coded_view(opaque_blocks(group, on_host, block_axis=0), "int8").group.block_bytes
     )

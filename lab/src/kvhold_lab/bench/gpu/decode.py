@@ -1,7 +1,6 @@
 """How much copies slow a decoding engine.
 
-Windows with and without copies alternate. A step stores 16 MiB in 5 ms, as a prefill of 25,000
-tokens a second does.
+Windows with and without copies alternate. A step stores 16 MiB in 5 ms.
 """
 
 from collections import deque
@@ -197,7 +196,6 @@ class RepeatedCopies:
     def __init__(self, copier: Copier, sample: CopySample, verb: Verb) -> None:
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")
-        # The next step waits until a store is submitted.
         self._settler = ThreadPoolExecutor(1) if verb == "stores" else self._worker
         self._running: list[_Running] = []
         with sample.reserve() as reservation:

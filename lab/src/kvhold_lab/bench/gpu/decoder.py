@@ -27,7 +27,7 @@ class StepDecoder(Protocol):
         """Weights and KV that a step reads."""
 
     def current(self) -> AbstractContextManager[Any]:
-        """Make the decoder's stream current, for `Copier.mark` and `fence`."""
+        """Make the decoder's stream current."""
 
     def step(self) -> None: ...
 

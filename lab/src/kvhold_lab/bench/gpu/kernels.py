@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ ARRANGEMENTS = {"NHD": "plane block token head dim", "HND": "plane block head to
 
 def rows(target: Target) -> Iterator[GpuRow]:
     warm_up(target.device.type)
-    for group in (LLAMA, ODD):
+    for group in (replace(LLAMA, layers=2) if target.small else LLAMA, ODD):
         for name, axes in ARRANGEMENTS.items():
             for place in ("device", "pinned host") if target.kind == "cuda" else ("device",):
                 yield from _one(target, group, name, axes, place)

@@ -24,8 +24,8 @@ def _of_size(target: Target, name: str, piece_bytes: int) -> Iterator[GpuRow]:
     sample = CopySample(
         target,
         piece_bytes=piece_bytes,
-        total_bytes=(8 if target.small else 256) << 20,
-        layers=32 if piece_bytes < 1 << 20 else 4,
+        total_bytes=(2 if target.small else 256) << 20,
+        layers=_layers(target, piece_bytes),
     )
     ways = (
         {"": None}
@@ -41,6 +41,11 @@ def _of_size(target: Target, name: str, piece_bytes: int) -> Iterator[GpuRow]:
             yield from _with_checksums(target, copier, sample, name)
         copier.close()
         yield check(PART, f"bytes, {name}{way}", exact)
+
+
+def _layers(target: Target, piece_bytes: int) -> int:
+    is_large = piece_bytes >= 1 << 20
+    return (1 if is_large else 2) if target.small else 4 if is_large else 32
 
 
 def _measured(

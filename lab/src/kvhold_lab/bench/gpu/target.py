@@ -23,7 +23,7 @@ from kvhold.testing.device import FakeDevice, FakeDriver
 
 Kind: TypeAlias = Literal["cuda", "cpu", "fake"]
 
-_ROUNDS, _FEW_ROUNDS = 7, 3
+_ROUNDS, _FEW_ROUNDS = 7, 1
 
 
 class Target:

@@ -21,7 +21,6 @@ _TOGETHER = 12
 _COMMAND = "from kvhold_lab.verify.command import command; command()"
 _PATHS = "plain,no-prefix-caching,chunked-prefill,preemption,new-engine"
 _SHORT = "plain,new-engine"
-# for several engines on one GPU
 _SHARE = {"gpu_memory_utilization": 0.3}
 # FlashInfer would compile its sampler; kernels of states tune for minutes
 _ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}

@@ -158,10 +158,7 @@ def _offloading(sizes: _Sizes) -> dict[str, Any]:
 def _measure(
     sizes: _Sizes, folder: Path, connector: dict[str, Any] | None, socket: Path | None = None
 ) -> _Times:
-    """Without a connector, the second time is found in vLLM's own prefix cache.
-
-    socket: of the node, which must have stored the first prompt before the second
-    """
+    """socket: of the node, which must have stored the first prompt before the second"""
     options = EngineOptions(
         model_path=str(folder),
         max_model_len=sizes.max_model_len,

@@ -32,7 +32,6 @@ class Endpoint:
     """base_url: without a path, /v1 is added
     api_key: in no message
     ignore_eos: request full length; other servers than vLLM and SGLang may refuse
-    user_header: for the user's number
     """
 
     base_url: str

@@ -145,10 +145,7 @@ def multi_doc_qa(
 )
 @with_common
 def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **arguments: Any) -> None:
-    """Conversations: users ask at a rate, with all answers in the prompt.
-
-    The report has a group of figures for each round.
-    """
+    """Conversations: users ask at a rate, with all answers in the prompt."""
     recorded = read_conversations(sharegpt, rounds=rounds) if sharegpt is not None else ()
     run(
         "multi-round-qa",
@@ -176,7 +173,7 @@ def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **argu
 def chats(common: Common, **arguments: Any) -> None:
     """Chats with think times: users come, ask, think, ask again, and leave.
 
-    Times, lengths and texts depend only on --seed; prompts have made-up answers.
+    All depends only on --seed; prompts have made-up answers.
     """
     run("chats", common, Chats(seed=common.seed, **arguments), Gates())
 

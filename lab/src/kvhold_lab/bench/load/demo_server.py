@@ -27,8 +27,8 @@ def demo_server(
     prefix_caching: bool = True,
 ) -> Iterator[OpenAIServer]:
     """context_tokens: the longest prompt with its output
-    disk_bytes:     of a disk tier in a temporary folder; 0: none
-    policy:         of the node's memory and of the disk
+    disk_bytes:     of a disk tier; 0: none
+    policy:         of memory and disk
 
     Raises ConfigError without vLLM, EngineFailed.
     """

@@ -31,7 +31,6 @@ class Spread:
 class Figures:
     """duration_s: from the first start to the last end, with failures
     busy_s: with a successful request in flight
-    itl_s: between tokens
     late_s: from arrival to sending
     decode_tokens_s: output tokens a second after the first
     input_tokens, cached_tokens: reported by the server

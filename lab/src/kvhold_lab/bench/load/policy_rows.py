@@ -34,7 +34,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class PolicyDifference:
-    """equal_hits: only pairs with equal hits; their TTFT shows whether the servers are comparable
+    """equal_hits: only pairs with equal hits, to compare the servers
     hit_share: of the prompt tokens
     """
 

@@ -39,7 +39,6 @@ class Reply:
 
     gaps_s: between tokens
     content: like the prompt
-    error: such as "http 503"
     """
 
     latency_s: float

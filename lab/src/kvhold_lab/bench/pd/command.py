@@ -86,10 +86,10 @@ def command(
 ) -> None:
     """Prefill and decode on two real vLLMs behind `kvhold proxy`: how fast, and right under faults?
 
-    Without --faults: time to the first token and between tokens, beside one engine alone. With
-    --faults: engines, node, proxy and clients fail, and each answer is compared with one engine
-    alone. Exits with 1 if an answer is wrong or late, if something stays held, or if a request
-    fails whose engines are there. vLLM's NixlConnector runs, too, if the package nixl is installed.
+    Without --faults: times to the first token and between tokens, beside one engine. With --faults:
+    engines, node, proxy and clients fail, and answers are compared with one engine's. Exits with 1
+    if an answer is wrong or late, if something stays held, or if a request fails whose engines are
+    there. vLLM's NixlConnector runs, too, if the package nixl is installed.
     """
     if names and not is_faulty:
         raise click.UsageError("--fault chooses faults: add --faults")

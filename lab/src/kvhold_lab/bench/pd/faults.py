@@ -29,9 +29,7 @@ SHAPES = {shape.name: shape for shape in (PdShape(p, d) for d in (1, 2) for p in
 
 @dataclass(frozen=True)
 class PdConditions:
-    """tiny_arena:   memory for a few chunks
-    two_nodes:    prefill and decode engines' nodes are peers
-    """
+    """two_nodes:    prefill and decode engines' nodes are peers"""
 
     tiny_arena: bool = False
     short_leases: bool = False
@@ -78,7 +76,6 @@ FAULTS = {
 @dataclass(frozen=True)
 class PdAnswer:
     """tokens:   those before an error
-    error:    empty: none
     may_fail: its engine was gone
     """
 
@@ -91,12 +88,11 @@ class PdAnswer:
 
 @dataclass(frozen=True)
 class PdFaultRow:
-    """errors:          requests without a whole answer
-    errors_allowed:  those whose engine was gone
+    """errors_allowed:  those whose engine was gone
     deadline_missed: late answers and errors
-    leaked:          held by the node at the end; of another connector, engines that hold blocks
+    leaked:          held by nodes at the end, and engines that hold blocks
     handed_tokens:   loaded by the decode engine; null: it was restarted
-    detail:          first errors, holdings, a late fault
+    was_made:        the fault came in time
     """
 
     fault: str
@@ -109,13 +105,19 @@ class PdFaultRow:
     errors_allowed: int = 0
     handed_tokens: int | None = None
     detail: str = ""
+    was_made: bool = True
 
     @property
-    def is_right(self) -> bool:
+    def is_clean(self) -> bool:
+        """Right as far as the fault came."""
         return (
             not (self.wrong or self.deadline_missed or self.leaked)
             and self.errors <= self.errors_allowed
         )
+
+    @property
+    def is_right(self) -> bool:
+        return self.was_made and self.is_clean
 
 
 def judge(
@@ -130,8 +132,7 @@ def judge(
     handed_tokens: int | None = None,
 ) -> PdFaultRow:
     """expected: tokens of one engine alone, by the request's number
-    held:     at the end, by kind
-    notes:    why the fault may not have come in time
+    notes:    why the fault did not come in time
     """
     failed = [answer for answer in answers if answer.error]
     wrong = [answer for answer in answers if not _is_right(answer, expected[answer.number])]
@@ -156,6 +157,7 @@ def judge(
         errors_allowed=len(failed) - len(unexpected),
         handed_tokens=handed_tokens,
         detail="; ".join(details),
+        was_made=not notes,
     )
 
 

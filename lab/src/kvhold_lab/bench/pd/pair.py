@@ -37,8 +37,8 @@ ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 HANDOVER_S = 5.0
 _SHORTEST_S = 0.001
-_NIXL_LEASE_S = 2
-AT_ONCE = 4  # requests, and sequences in an engine's memory
+NIXL_LEASE_S = 2
+AT_ONCE = 4  # requests, and sequences in an engine
 _ROOM_TOKENS = 128
 _HELD_PROMPTS = 32
 _TINY_CHUNKS = 4
@@ -59,7 +59,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def why_no_nixl() -> str:
-    """Return why vLLM's NixlConnector cannot run; empty: it can."""
+    """Empty: it can run."""
     if find_spec("nixl") is None:
         return "the package nixl is not installed here (pip install nixl)"
     return ""
@@ -81,8 +81,7 @@ class PdPair:
         tokens_per_block: int | None = None,
         chunk_tokens: int = 0,
     ) -> None:
-        """folder:       keeps logs and sockets
-        max_tokens:   of a prompt and its answer
+        """max_tokens:   of a prompt and its answer
         shape:        numbers of engines; the first is "the prefill engine"
         chunk_tokens: of kvhold; 0: the default
         """
@@ -217,16 +216,16 @@ class PdPair:
         return wait_until(lambda: bool(self._status("prefill")), _BACK_WITHIN_S)
 
     def handed_tokens(self) -> int:
-        """Tokens loaded since the decode engines' start. Raises EngineFailed."""
+        """Since the decode engines' start. Raises EngineFailed."""
         return sum(int(engine.metric(_LOADED)) for engine in self._engines["decode"].values())
 
     def held_at_end(self) -> dict[str, int]:
-        """Return none as soon as there are none, else the holdings after half a minute."""
+        """None at once, else the holdings after half a minute."""
         held = {"silent node or engine": 1}
 
         def is_free() -> bool:
             nonlocal held
-            held = self._held_by_nodes() if self.system == KVHOLD else self._used_engines()
+            held = (self._held_by_nodes() if self.system == KVHOLD else {}) | self._used_engines()
             return not held
 
         wait_until(is_free, _FREE_WITHIN_S)
@@ -260,7 +259,7 @@ class PdPair:
 
     def _connector(self, role: Role) -> dict[str, Any]:
         if self.system == NIXL:
-            extra = {"kv_lease_duration": _NIXL_LEASE_S} if self._conditions.short_leases else {}
+            extra = {"kv_lease_duration": NIXL_LEASE_S} if self._conditions.short_leases else {}
             return {
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",

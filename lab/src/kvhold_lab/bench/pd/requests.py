@@ -25,7 +25,7 @@ _LEAST_TOKENS = 300
 _PATH = "/v1/completions"
 _SURE = 1e-3  # smallest sure difference of logarithms; batches cause 1e-5
 _CANDIDATES = 4
-_PATIENCE = 2.0  # a client leaves after so many deadlines
+_PATIENCE = 2.0  # in deadlines, before a client leaves
 _MOST_OF_AN_ERROR = 300
 
 
@@ -55,7 +55,7 @@ class TimedAnswer:
 
 
 def ask_alone(server: OpenAIServer, model: ModelInfo, count: int, *, seed: int) -> list[PdRequest]:
-    """Make requests, with the answers of an idle server. Raises EngineFailed."""
+    """With the answers of an idle server. Raises EngineFailed."""
     chance, made = random.Random(seed), list[PdRequest]()
     for candidate in range(_CANDIDATES * count):
         if len(made) == count:
@@ -125,7 +125,7 @@ def send_prefill(
     timeout_s: float,
     request_id: str = "",
 ) -> dict[str, Any]:
-    """Send the prefill part. Return its answer's `kv_transfer_params`. Raises EngineFailed."""
+    """Return the answer's `kv_transfer_params`. Raises EngineFailed."""
     return post_prefill(
         url, request.prompt, salt, params, timeout_s=timeout_s, request_id=request_id
     )
@@ -253,7 +253,6 @@ def _events(response: http.client.HTTPResponse, *, until: float) -> Iterator[byt
 
 
 def _take(event: bytes, tokens: list[int], error: str) -> str:
-    """Return the error so far."""
     if event == b"[DONE]":
         return "" if error == "cut short" else error
     content = json.loads(event)

@@ -1,7 +1,8 @@
-"""`kvhold bench pd`: time to first token of hand-overs, and of one engine.
+"""Time to first token of hand-overs, and of one engine.
 
-A round has prompts of each share of reuse. "alone" and "prefill alone" are not cached. "prefills
-next door" is the decode engine alone, while the prefill engine computes other prompts.
+A round has prompts of each share of reuse. "alone" and "prefill alone" are not cached. Then
+"prefills next door": the decode engine alone while the prefill engine computes other prompts; and
+"unstored next door": their KV is not stored.
 """
 
 import random
@@ -30,7 +31,7 @@ from kvhold_lab.engines.prompts import make_prompt
 from kvhold_lab.servers.proxy import ProxyProcess
 
 ALONE, PREFILL_ALONE, LIMIT = "alone", "prefill alone", "limit"
-NEXT_DOOR = "prefills next door"
+NEXT_DOOR, UNSTORED = "prefills next door", "unstored next door"
 KVHOLD_P2P = "kvhold, p2p"
 
 _OUTPUT_TOKENS = 32
@@ -47,9 +48,8 @@ class PdSpeedRow:
     ratio_to_nixl:      of TTFT; null: not measured
     interval:           95 %
     ratio_to_limit:     of TTFT, to that of "prefill alone" plus one decode step
-    limit_interval:     95 %
     itl_ratio_to_alone: of the time between tokens, with prefills next door; null: none
-    itl_interval:       95 %
+    itl_ratio_to_unstored: to the same with prefills whose KV is not stored; null: none
     later_s:            than the limit, median
     """
 
@@ -64,6 +64,8 @@ class PdSpeedRow:
     limit_interval: tuple[float, float] | None = None
     itl_ratio_to_alone: float | None = None
     itl_interval: tuple[float, float] | None = None
+    itl_ratio_to_unstored: float | None = None
+    unstored_interval: tuple[float, float] | None = None
     later_s: float | None = None
     requests: int = 0
 
@@ -85,7 +87,7 @@ class PdSpeedWork:
 @dataclass
 class PdTimes:
     """cells:  times to the first token
-    steps:  medians of the times between tokens, of ALONE and NEXT_DOOR
+    steps:  medians of the times between tokens, of ALONE, NEXT_DOOR and UNSTORED
     gaps_s: between tokens, by share and system
     """
 
@@ -104,7 +106,7 @@ class PdTimes:
         self.cells.append(cell)
         if NEXT_DOOR in answers:
             step = Cell(reuse, num_tokens, burst=False)
-            for system in (ALONE, NEXT_DOOR):
+            for system in {ALONE, NEXT_DOOR, UNSTORED} & set(answers):
                 step.seconds[system] = median(answers[system].gaps_s)
             self.steps.append(step)
 
@@ -113,7 +115,7 @@ def speed_rows(times: PdTimes) -> list[PdSpeedRow]:
     return [
         _row(times, reuse, system)
         for reuse in sorted({cell.reuse for cell in times.cells})
-        for system in (KVHOLD, KVHOLD_P2P, NIXL, ALONE, PREFILL_ALONE, NEXT_DOOR)
+        for system in (KVHOLD, KVHOLD_P2P, NIXL, ALONE, PREFILL_ALONE, NEXT_DOOR, UNSTORED)
         if any(cell.reuse == reuse and system in cell.seconds for cell in times.cells)
     ]
 
@@ -121,7 +123,8 @@ def speed_rows(times: PdTimes) -> list[PdSpeedRow]:
 def render(rows: Sequence[PdSpeedRow]) -> str:
     heading = (
         f"{'reuse':>5}  {'system':<18}  {'TTFT p50':>9}  {'p99':>9}  {'between tokens':>14}  "
-        f"{'to alone':>21}  {'to the limit':>21}  {'later':>8}  {'to nixl':>21}"
+        f"{'to alone':>21}  {'to unstored':>21}  {'to the limit':>21}  {'later':>8}  "
+        f"{'to nixl':>21}"
     )
     lines = [heading]
     for row in rows:
@@ -130,6 +133,7 @@ def render(rows: Sequence[PdSpeedRow]) -> str:
         lines.append(
             f"{row.reuse:>3} %  {row.system:<18}  {row.ttft_p50_s:7.3f} s  {row.ttft_p99_s:7.3f} s"
             f"  {itl:>14}  {_shown(row.itl_ratio_to_alone, row.itl_interval):>21}"
+            f"  {_shown(row.itl_ratio_to_unstored, row.unstored_interval):>21}"
             f"  {_shown(row.ratio_to_limit, row.limit_interval):>21}  {later:>8}"
             f"  {_shown(row.ratio_to_nixl, row.interval):>21}"
         )
@@ -142,7 +146,8 @@ def measure(
     """Raises EngineFailed; OutputsDiffer."""
     host = work.second_host
     with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as folder, ExitStack() as stack:
-        asked: dict[str, Callable[[list[int], str], TimedAnswer]] = {}
+        asked: dict[str, _Ask] = {}
+        beside: dict[str, _Ask] = {}
         for system in systems:
             say(f"starting a prefill and a decode engine, {system} ...")
             pair = stack.enter_context(
@@ -159,25 +164,41 @@ def measure(
             )
             asked[system] = _asking(stack.enter_context(_proxy(pair, "nixl")).url)
             if system == KVHOLD:
-                if host is not None:
-                    asked[KVHOLD_P2P] = _asking(stack.enter_context(_proxy(pair, "p2p")).url)
-                asked[ALONE] = _asking(pair.url("decode"), params=_LEFT_ALONE)
-                asked[PREFILL_ALONE] = _asking(
-                    pair.url("prefill"), params=_LEFT_ALONE, max_tokens=1
-                )
-                neighbour = partial(_prefilling, pair.url("prefill"), work)
-                asked[NEXT_DOOR] = _asking_beside(asked[ALONE], neighbour)
-        chance = random.Random(0)
-        for number in range(work.rounds + 1):
-            for reuse, prompt in _prompts(work, number):
-                answers = {
-                    system: asked[system](prompt, f"{system}, {reuse} %")
-                    for system in chance.sample(list(asked), len(asked))
-                }
-                _check_equal(answers, reuse)
-                if number:
-                    times.add(reuse, work.num_tokens, answers)
-            say(f"round {number} of {work.rounds}" if number else "warmed up")
+                asked[KVHOLD_P2P] = _asking(stack.enter_context(_proxy(pair, "p2p")).url)
+                prefill = pair.url("prefill")
+                asked[ALONE] = beside[ALONE] = _asking(pair.url("decode"), params=_LEFT_ALONE)
+                asked[PREFILL_ALONE] = _asking(prefill, params=_LEFT_ALONE, max_tokens=1)
+                for name, params in ((NEXT_DOOR, FOR_DECODER), (UNSTORED, _LEFT_ALONE)):
+                    neighbour = partial(_prefilling, prefill, work, params)
+                    beside[name] = _asking_beside(asked[ALONE], neighbour)
+        _ask_in_turn(work, asked, times, say)
+        if beside:
+            say("prefills next door")
+            _ask_in_turn(work, beside, times, say, first_prompt=1 + work.rounds)
+
+
+_Ask = Callable[[list[int], str], TimedAnswer]
+
+
+def _ask_in_turn(
+    work: PdSpeedWork,
+    asked: dict[str, _Ask],
+    times: PdTimes,
+    say: Callable[[str], None],
+    *,
+    first_prompt: int = 0,
+) -> None:
+    chance = random.Random(0)
+    for number in range(work.rounds + 1):
+        for reuse, prompt in _prompts(work, first_prompt + number):
+            answers = {
+                system: asked[system](prompt, f"{system}, {reuse} %")
+                for system in chance.sample(list(asked), len(asked))
+            }
+            _check_equal(answers, reuse)
+            if number:
+                times.add(reuse, work.num_tokens, answers)
+        say(f"round {number} of {work.rounds}" if number else "warmed up")
 
 
 def _proxy(pair: PdPair, protocol: PdProtocol) -> ProxyProcess:
@@ -203,7 +224,7 @@ def _prompts(work: PdSpeedWork, number: int) -> Iterator[tuple[int, list[int]]]:
 
 def _asking(
     url: str, *, params: dict[str, Any] | None = None, max_tokens: int = _OUTPUT_TOKENS
-) -> Callable[[list[int], str], TimedAnswer]:
+) -> _Ask:
     def ask(prompt: list[int], salt: str) -> TimedAnswer:
         return time_answer(
             url, prompt, salt, max_tokens=max_tokens, timeout_s=_ANSWER_S, params=params
@@ -212,10 +233,7 @@ def _asking(
     return ask
 
 
-def _asking_beside(
-    ask: Callable[[list[int], str], TimedAnswer],
-    neighbour: Callable[[], AbstractContextManager[None]],
-) -> Callable[[list[int], str], TimedAnswer]:
+def _asking_beside(ask: _Ask, neighbour: Callable[[], AbstractContextManager[None]]) -> _Ask:
     def ask_beside(prompt: list[int], salt: str) -> TimedAnswer:
         with neighbour():
             return ask(prompt, salt)
@@ -224,7 +242,7 @@ def _asking_beside(
 
 
 @contextmanager
-def _prefilling(url: str, work: PdSpeedWork) -> Iterator[None]:
+def _prefilling(url: str, work: PdSpeedWork, params: dict[str, Any]) -> Iterator[None]:
     is_over, has_begun = threading.Event(), threading.Event()
 
     def prefill() -> None:
@@ -233,7 +251,7 @@ def _prefilling(url: str, work: PdSpeedWork) -> Iterator[None]:
                 number = next(_numbers)
                 prompt = make_prompt(work.model.path, work.num_tokens, seed=1_000_000 + number)
                 has_begun.set()
-                post_prefill(url, prompt, NEXT_DOOR, FOR_DECODER, timeout_s=_ANSWER_S)
+                post_prefill(url, prompt, NEXT_DOOR, params, timeout_s=_ANSWER_S)
         finally:
             has_begun.set()
 
@@ -266,6 +284,7 @@ def _row(times: PdTimes, reuse: int, system: str) -> PdSpeedRow:
     steps = [cell for cell in times.steps if cell.reuse == reuse]
     later = [cell.seconds[system] - cell.seconds[LIMIT] for cell in cells if LIMIT in cell.seconds]
     to_alone, itl_interval = _ratio(steps, system, ALONE)
+    to_unstored, unstored_interval = _ratio(steps if system == NEXT_DOOR else [], system, UNSTORED)
     return PdSpeedRow(
         system,
         reuse,
@@ -278,6 +297,8 @@ def _row(times: PdTimes, reuse: int, system: str) -> PdSpeedRow:
         limit_interval=limit_interval,
         itl_ratio_to_alone=to_alone,
         itl_interval=itl_interval,
+        itl_ratio_to_unstored=to_unstored,
+        unstored_interval=unstored_interval,
         later_s=median(later) if later else None,
         requests=len(seconds),
     )

@@ -1,9 +1,11 @@
-"""Carries out the faults of `kvhold bench pd --faults`.
+"""Carries out `kvhold bench pd --faults`.
 
-Each fault has its own salt. A client whose proxy is killed sends its request again.
+Each fault has its own salt. One that did not come in time is tried once more. A client whose proxy
+is killed sends its request again.
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,7 +29,15 @@ from kvhold_lab.bench.pd.faults import (
     by_conditions,
     judge,
 )
-from kvhold_lab.bench.pd.pair import AT_ONCE, START_S, PdPair, Role, alone, wait_until
+from kvhold_lab.bench.pd.pair import (
+    AT_ONCE,
+    NIXL_LEASE_S,
+    START_S,
+    PdPair,
+    Role,
+    alone,
+    wait_until,
+)
 from kvhold_lab.bench.pd.requests import (
     FOR_DECODER,
     PdRequest,
@@ -43,8 +53,10 @@ from kvhold_lab.servers.proxy import ProxyProcess
 _PREFILLED_WITHIN_S = 30.0
 _SEEN_WITHIN_S = 60.0
 _LEAVE_S = 1.0
+_ATTEMPTS = 2
 _PROXY = {
     "KVHOLD_PROXY_MIN_PREFILL_TOKENS": "128",
+    "KVHOLD_PROXY_SKIP_ANSWERED_S": "0",
     "KVHOLD_PROXY_PREFILL_TIMEOUT_S": "5",
     "KVHOLD_PROXY_QUEUE_TIMEOUT_S": "2",
     "KVHOLD_PROXY_PROBE_MAX_INTERVAL_S": "1",
@@ -54,7 +66,7 @@ _SAME_ID = "kvhold-bench-pd"
 
 @dataclass(frozen=True)
 class PdWork:
-    """deadline_s:   of a request, with all waits
+    """deadline_s:   of a request
     second_host:  of the prefill engines, in faults with two nodes
     """
 
@@ -69,8 +81,14 @@ class PdWork:
 
 class PdTrial:
     def __init__(
-        self, pair: PdPair, fault: PdFault, requests: Sequence[PdRequest], deadline_s: float
+        self,
+        pair: PdPair,
+        fault: PdFault,
+        requests: Sequence[PdRequest],
+        deadline_s: float,
+        attempt: int = 0,
     ) -> None:
+        self._attempt = attempt
         self.pair = pair
         self.fault = fault
         self.requests = list(requests)
@@ -97,11 +115,11 @@ class PdTrial:
 
     @contextmanager
     def proxy(self, protocol: PdProtocol | None = None) -> Iterator[ProxyProcess]:
-        """protocol: None: the fault's. Another connector speaks only its own."""
+        """protocol: None: the fault's"""
         protocol = protocol or self.fault.protocol
         if self.pair.system != KVHOLD:
             protocol = "nixl"
-        address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""  # kvhold's engines do not use it
+        address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""
         prefill = [url + address for url in self.pair.urls("prefill")]
         settings = _PROXY | {"KVHOLD_PROXY_PROTOCOL": protocol}
         with ProxyProcess(prefill, self.pair.urls("decode"), **settings) as proxy:
@@ -119,7 +137,7 @@ class PdTrial:
     def send_legs(
         self, requests: Sequence[PdRequest], salt: str, *, times: int = 1
     ) -> list[list[dict[str, Any]]]:
-        """Send the prefill parts. Return their parameters, `times` for each request.
+        """Return the prefill parts' parameters, `times` for each request.
 
         Raises EngineFailed.
         """
@@ -175,7 +193,7 @@ class PdTrial:
             self.notes.append(f"the proxy does not use the new {role} engine")
 
     def salt(self, part: int = 0) -> str:
-        return f"{self.pair.system}, {self.fault.name}, {part}"
+        return f"{self.pair.system}, {self.fault.name}, {self._attempt}, {part}"
 
 
 def fault_rows(
@@ -201,16 +219,25 @@ def fault_rows(
                     second_host=work.second_host,
                 ) as pair:
                     for fault in faults:
-                        pair.start_missing()
-                        yield try_fault(pair, fault, requests, work.deadline_s)
+                        for attempt in range(_ATTEMPTS):
+                            pair.start_missing()
+                            row = try_fault(pair, fault, requests, work.deadline_s, attempt)
+                            # a wrong or leaking try is not tried away
+                            if row.was_made or not row.is_clean:
+                                break
+                        yield row
 
 
 def try_fault(
-    pair: PdPair, fault: PdFault, requests: Sequence[PdRequest], deadline_s: float
+    pair: PdPair,
+    fault: PdFault,
+    requests: Sequence[PdRequest],
+    deadline_s: float,
+    attempt: int = 0,
 ) -> PdFaultRow:
     """A failed step counts as an error of each unanswered request."""
     before, broken = pair.handed_tokens(), ""
-    with PdTrial(pair, fault, requests, deadline_s) as trial:
+    with PdTrial(pair, fault, requests, deadline_s, attempt) as trial:
         try:
             TRIALS[fault.name](trial)
         except (KVHoldError, OSError, RuntimeError) as error:
@@ -250,6 +277,16 @@ def _short_leases(trial: PdTrial) -> None:
     for protocol, requests in zip(protocols, trial.halves, strict=True):
         with trial.proxy(protocol) as proxy:
             trial.collect(trial.send(proxy.url, requests))
+    handed = [params for [params] in trial.send_legs(trial.requests, trial.salt(1))]
+    time.sleep(2 * NIXL_LEASE_S)
+    for other in (2, 3):  # their KV takes the freed blocks
+        trial.send_legs(trial.requests, trial.salt(other))
+    trial.collect(
+        [
+            trial.send_decode(request, trial.salt(1), params)
+            for request, params in zip(trial.requests, handed, strict=True)
+        ]
+    )
 
 
 def _producer_slow(trial: PdTrial) -> None:

@@ -57,8 +57,8 @@ def command(
 ) -> None:
     """Send conversations of a trace to real vLLMs behind a slow link: load, compute, or plan.
 
-    Exits with an error if two answers differ. Times do not decide that. As root on Debian or
-    Ubuntu, it installs redis-server, unless KVHOLD_SETUP_SERVERS=0.
+    Exits with an error if two answers differ. As root on Debian or Ubuntu, it installs
+    redis-server, unless KVHOLD_SETUP_SERVERS=0.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")

@@ -1,5 +1,5 @@
 """Two real vLLMs have their own node, and Redis behind a throttled link. Both also compute every
-request, under names that no lookup finds.
+request.
 """
 
 import random

@@ -40,7 +40,7 @@ def command(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """Measure the cost of each codec in answers: encode and decode KV, then ask questions.
+    """Measure the cost of each codec in answers.
 
     Every codec gets the same questions as the unchanged KV. A drop is in points of accuracy, with
     its standard error.

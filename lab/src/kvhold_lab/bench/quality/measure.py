@@ -10,7 +10,7 @@ from kvhold_lab.bench.quality.model import Bits, QualitySubject
 from kvhold_lab.bench.quality.passing import Passed, through
 from kvhold_lab.bench.quality.tasks import KINDS, NO_KIND, Exams
 
-LEAST_ACCURACY = 0.5  # below this, a drop says nothing
+LEAST_ACCURACY = 0.5
 
 _NAMES = {mark: name for name, mark in KINDS.items()}
 
@@ -20,7 +20,7 @@ class QualityRow:
     """accuracy: share of answer tokens guessed first; None without recall
     accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY`
     kl:               mean KL(unchanged || codec) before each answer token, in nats
-    perplexity_ratio: of the answer tokens, codec / unchanged
+    perplexity_ratio: codec / unchanged
     error:            as in `CodecRow`
     """
 

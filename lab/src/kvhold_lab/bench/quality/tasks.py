@@ -94,7 +94,6 @@ def _draw_one(
     order = rng.permutation(len(records))
     context = np.concatenate([np.full(1 + spare, BEGIN), *(records[at] for at in order)])
 
-    # no question gives away another's answer
     free = np.setdiff1d(np.arange(num_pairs), [asked_starts, asked_middles])
     looked_up = rng.permutation(free)[: asked.lookups]
     asks = [(LOOKUP, pair_keys[at], [values[at]]) for at in looked_up]

@@ -1,7 +1,4 @@
-"""Sessions of agents in the mini engine, with other traffic at the node: chunks that nobody reads.
-
-The engine has no prefix cache, so each hit is the node's.
-"""
+"""Sessions of agents in the mini engine, without a prefix cache, and other traffic at the node."""
 
 import os
 import tempfile
@@ -41,7 +38,7 @@ _CHUNK, _BLOCK, _MOST_TOKENS = 32, 16, 8192
 _TOKEN_BYTES = len(_SHAPE.layers) * 2 * _SHAPE.kv_heads * _SHAPE.head * 4
 _CHUNK_BYTES = size_class(_CHUNK * _TOKEN_BYTES)
 _HINTS_SHARE = 0.75  # of memory
-_STEP = 0.05  # of the memory that holds everything
+_STEP = 0.05
 _AMPLE_BYTES = 1 << 30
 _PATIENT = ClientConfig(call_timeout_s=60.0)
 
@@ -77,8 +74,8 @@ class SessionsSizes:
 
 
 def rows(sizes: SessionsSizes) -> Iterator[SessionsRow]:
-    """`retain` with ample memory, then in steps of 5 % to the least memory that reaches the goal;
-    then the other arms with this memory, and all with half.
+    """`retain` in steps of 5 % to the least memory that reaches the goal; then the other arms with
+    this memory, and all with half.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="kvhold-sessions-") as scratch:
@@ -104,8 +101,6 @@ def rows(sizes: SessionsSizes) -> Iterator[SessionsRow]:
 
 
 class _Measured:
-    """Compares the answers of all rows."""
-
     def __init__(self, folder: Path, sizes: SessionsSizes) -> None:
         self._folder = folder
         self._sizes = sizes

@@ -1,7 +1,7 @@
 """Agents at a 1/48 scale: 43 turns to some 3,000 tokens, with subagents.
 
-A turn's output is reasoning and an answer; a new message leaves out earlier reasoning, as chat
-templates do. A subagent begins with its parent's prompt.
+Outputs are reasoning and an answer; a new message leaves out earlier reasoning. A subagent begins
+with its parent's prompt.
 """
 
 import random
@@ -13,10 +13,10 @@ import numpy.typing as npt
 SYSTEM, MESSAGE, RESULT, REASONING, ANSWER = 416, 24, 60, 8, 6  # tokens
 OUTPUT = REASONING + ANSWER
 VOCAB = 200
-_LOOP = 8  # turns between two messages
+_LOOP = 8
 _SUB_EVERY, _SUB_TURNS = 8, 8
-_WITH_SUBAGENTS = 0.44  # of all agents
-_ACTS = 0.75  # chance in a round
+_WITH_SUBAGENTS = 0.44
+_ACTS = 0.75
 
 Tokens = list[int]
 
@@ -24,13 +24,13 @@ Tokens = list[int]
 @dataclass
 class _Piece:
     tokens: Tokens
-    loop: int | None = None  # of reasoning
+    loop: int | None = None
 
 
 @dataclass(frozen=True)
 class AgentTurn:
     """possible: the prompt's first tokens that an earlier request of the agent, or of its parent,
-    had as prompt or output; the last token is always computed
+    had as prompt or output
     """
 
     name: str
@@ -88,7 +88,6 @@ class SimulatedAgent:
             self.pieces.append(_Piece(_text(self.rng, RESULT)))
 
     def end_subagent(self) -> None:
-        """Its result is the parent's next input."""
         self.subagent = None
         self.pieces.append(_Piece(_text(self.rng, RESULT)))
 

@@ -123,6 +123,18 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
 
 
 @command.command()
+@click.option("--requests", default=2_000, show_default=True, help="Number of requests.")
+@_seed
+@_json
+def blend(requests: int, seed: int, json_file: Path | None) -> None:
+    """As `requests`, half of them blended: do all others get exact KV and tokens?"""
+    with needing("vLLM and 'kvhold[lab]'"):
+        from kvhold_lab.bench.soak import requests as soak
+
+    _report(lambda: soak.run(requests, seed, blends=True), json_file)
+
+
+@command.command()
 @click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 8))
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 8))
 @click.option(

@@ -42,9 +42,7 @@ _CODECS = ("raw", "lossless")
 
 @dataclass(frozen=True)
 class Flips:
-    """delivered: damaged chunks that were loaded; must be 0
-    exact:     unharmed chunks, such as from a tier's good copy
-    """
+    """delivered: damaged chunks that were loaded; must be 0"""
 
     flipped: dict[str, int]
     exact: dict[str, int]

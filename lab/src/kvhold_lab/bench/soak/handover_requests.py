@@ -1,4 +1,4 @@
-"""Requests for `handovers.py`, with the answers of one engine alone."""
+"""Requests, with the answers of one engine alone."""
 
 import random
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _SHARED = 0.5
 
 @dataclass(frozen=True)
 class HandoverRequest(PdRequest):
-    """leaves:      the client's stage then
+    """leaves:      at this stage
     leave_share: of the stage
     """
 

@@ -40,7 +40,7 @@ from kvhold_lab.servers.proxy import ProxyProcess
 
 PROTOCOLS = ("nixl", "p2p", "shared")
 _AT_ONCE = 8
-_RUNNING = 6  # the others are queued
+_RUNNING = 6
 _HELD_PROMPTS = 6
 _DEADLINE_S = 300.0
 _FREE_WITHIN_S = 60.0
@@ -52,6 +52,7 @@ _LOADED = "vllm:external_prefix_cache_hits_total"
 _USED_BLOCKS = "vllm:kv_cache_usage_perc"
 _PROXY = {
     "KVHOLD_PROXY_MIN_PREFILL_TOKENS": "16",
+    "KVHOLD_PROXY_SKIP_ANSWERED_S": "0",
     "KVHOLD_PROXY_PREFILL_TIMEOUT_S": "300",
     "KVHOLD_PROXY_QUEUE_TIMEOUT_S": "300",
 }
@@ -60,10 +61,10 @@ _STAGES_OF_PROXY = {"before": "queued", "prefill": "prefill", "decode": "decode"
 
 @dataclass(frozen=True)
 class HandoverSoak:
-    """wrong, errors, held_bytes and held must be 0 or empty.
+    """wrong, errors, held_bytes and held must be 0 or empty, and each protocol hands tokens over.
 
-    cancelled_in:       by stage that the proxy saw
     handed_over_tokens: loaded by the decode engines
+    handed_over_with:   the same, by protocol
     held_bytes:         at the end, by proxies; with `held`, also the nodes' memory
     """
 
@@ -76,6 +77,7 @@ class HandoverSoak:
     wrong: int
     errors: int
     handed_over_tokens: int
+    handed_over_with: dict[str, int]
     held_bytes: int
     held: dict[str, int]
     details: list[str]
@@ -115,7 +117,7 @@ def run(
     with_smaller: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> HandoverSoaks:
-    """with_smaller: also smaller shapes, of the same engines. Raises EngineFailed; NoSecondHost."""
+    """with_smaller: also smaller shapes. Raises EngineFailed; NoSecondHost."""
     shapes = [
         PdShape(prefill, decode)
         for prefill in range(1 if with_smaller else shape.prefill, shape.prefill + 1)
@@ -166,10 +168,11 @@ def answer_all(
     say: Callable[[str], None] = lambda text: None,
 ) -> HandoverSoak:
     """Raises EngineFailed."""
-    began_s, before, tally = time.monotonic(), engines.handed_tokens, _Tally()
+    began_s, tally, handed = time.monotonic(), _Tally(), dict[str, int]()
     for number, protocol in enumerate(PROTOCOLS):
         part = requests[number :: len(PROTOCOLS)]
         say(f"{len(part)} requests with {protocol} ...")
+        before = engines.handed_tokens
         address = "?p2p=127.0.0.1:9" if protocol == "p2p" else ""
         running = -(-_RUNNING // len(engines.decode))
         with ProxyProcess(
@@ -184,6 +187,7 @@ def answer_all(
                 for request, answer in zip(part, threads.map(sender.send, part), strict=True):
                     tally.judge(request, answer, protocol)
             tally.end(proxy)
+        handed[protocol] = engines.handed_tokens - before
     held: dict[str, int] = {"silent nodes or engines": 1}
 
     def is_free() -> bool:
@@ -194,7 +198,6 @@ def answer_all(
     wait_until(is_free, _FREE_WITHIN_S)
     if held:
         tally.held_bytes += sum(_status(socket)["used_bytes"] for socket in engines.sockets)
-    handed_tokens = engines.handed_tokens - before
     return HandoverSoak(
         prefill=len(engines.prefill),
         decode=len(engines.decode),
@@ -204,12 +207,14 @@ def answer_all(
         cancelled_in={stage: tally.left[stage] for stage in LEAVE_STAGES},
         wrong=tally.wrong,
         errors=tally.errors,
-        handed_over_tokens=handed_tokens,
+        handed_over_tokens=sum(handed.values()),
+        handed_over_with=handed,
         held_bytes=tally.held_bytes,
         held=held,
         details=tally.details[:_SHOWN],
         seconds=round(time.monotonic() - began_s, 1),
-        passed=not (tally.wrong or tally.errors or tally.held_bytes or held or not handed_tokens),
+        passed=all(handed.values())
+        and not (tally.wrong or tally.errors or tally.held_bytes or held),
     )
 
 
@@ -246,8 +251,6 @@ class _Tally:
 
 
 class _Sender:
-    """Any thread."""
-
     def __init__(self, url: str, engines: HandoverEngines) -> None:
         self._url = url
         self._engines = engines
@@ -282,7 +285,6 @@ class _Sender:
         return PdAnswer(request.number, [], 0.0)
 
     def _send_first_part(self, request: HandoverRequest) -> PdAnswer:
-        """The decode part is not sent, or not awaited."""
         number = next(self._numbers)
         prefill = self._engines.prefill[number % len(self._engines.prefill)]
         decode = self._engines.decode[number % len(self._engines.decode)]

@@ -139,7 +139,6 @@ def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
 
 
 def _account(work: _Run, client: NodeClient) -> None:
-    """The disk may still remove files of a clear."""
     until_s = time.monotonic() + _CLEARED_S
     while not _is_accounted(work, client):
         if time.monotonic() > until_s:

@@ -35,7 +35,7 @@ _PROMPTS = 200  # of up to 1 MB: several times one node's memory
 _MOST_TOKENS = 1000
 _RAM_BYTES = 32 << 20
 _CALL_S, _ARRIVAL_S = 5.0, 5.0
-_SLACK_S = 10.0  # two cores for all nodes
+_SLACK_S = 10.0
 _PATIENCE_S = 60.0
 _CHAOS_S = (0.3, 2.0)
 _STOP_S = 20.0
@@ -44,10 +44,7 @@ _KINDS = ("kills", "cuts", "forgotten")
 
 @dataclass(frozen=True)
 class PeersSoak:
-    """wrong, late and left must be 0.
-
-    left:          nodes that hold bytes, pins or leases at the end
-    """
+    """wrong, late and left must be 0."""
 
     nodes: int
     requests: int

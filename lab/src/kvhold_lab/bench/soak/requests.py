@@ -16,10 +16,12 @@ from typing import Any
 
 from msgspec import structs
 
+from kvhold.blend.selection import NoSelection, selector_text
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.node import NodeClient, end_node
-from kvhold_lab.bench.soak.texts import Texts, TextShape
+from kvhold_lab.bench.blend.trial_permit import grant_trial
+from kvhold_lab.bench.soak.texts import DocumentTexts, Texts, TextShape
 from kvhold_lab.checkpoints import make_checkpoint
 from kvhold_lab.engines.process import EngineFailed
 from kvhold_lab.verify.engine import Engines
@@ -36,6 +38,7 @@ _SURE = 1e-3
 _PATIENT_S = 60.0
 _ENGINE_TIMEOUT_S = 900.0
 _SHOWN = 5
+_SPANS = "spans"
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,6 @@ class Requests:
 
     kv_unknown:  blocks that no engine computed, and loads that ended inside one
     unsteady:    answers that the third engine gives, too, to the prompt alone
-    near_ties:   answers cut at a near tie
-    missing:     events that must occur and did not
     """
 
     requests: int
@@ -55,6 +56,7 @@ class Requests:
     hits: int
     loaded_tokens: int
     evicted: int
+    blended: int
     kv_compared: int
     kv_wrong: int
     kv_unknown: int
@@ -111,7 +113,7 @@ class SoakTally:
             arrivals, expected, served.token_ids, served.ends, served.names, strict=True
         ):
             wanted = whole[: len(got)] if end == "abort" else whole
-            if got != wanted and end in ("abort", "length"):
+            if got != wanted and end in ("abort", "length") and _SPANS not in arrival.rules:
                 self.differences.append(Difference(engine, arrival, wanted, got, name))
 
     @property
@@ -119,26 +121,43 @@ class SoakTally:
         return sum(count for end, count in self.ends.items() if end not in ("abort", "length"))
 
 
-def run(requests: int, seed: int) -> Requests:
+def run(
+    requests: int, seed: int, *, blends: bool = False, connector: str = "WitnessedConnector"
+) -> Requests:
+    """blends: half of the document prompts are blended"""
     began = time.monotonic()
     model = make_checkpoint("llama").path
     with tempfile.TemporaryDirectory(prefix="kvhold-requests-") as folder, ExitStack() as stack:
         socket, notes = Path(folder) / "node.sock", Path(folder) / "notes"
         notes.mkdir()
         stack.callback(end_node, socket)
-        arguments = [_alone(model), *_sharing(model, socket, notes)]
+        sharing = _sharing(model, socket, notes)
+        if blends:
+            for given in sharing:
+                # else vLLM may wait forever: loads hold all blocks, and the first needs more
+                given["scheduler_reserve_full_isl"] = True
+                _blend(given["kv_transfer_config"], Path(folder), connector)
+        arguments = [_alone(model), *sharing]
         crew = [stack.enter_context(_Engine(given)) for given in arguments]
         started = [engine.started.result() for engine in crew]
-        soak = _Soak(crew, started[0].vocabulary, random.Random(seed))
+        soak = _Soak(crew, started[0].vocabulary, random.Random(seed), blends=blends)
         soak.run(requests)
-        evicted = 0
+        counters: dict[str, Any] = {}
         try:
             with NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="soak") as client:
-                evicted = int(client.status()["counters"].get("kvhold_evicted_chunks{tier=ram}", 0))
+                counters = client.status()["counters"]
         except KVHoldError as error:
             soak.failed.append(f"the node: {error}")
         loads = list(read_loads(notes))
-        return _report(soak, loads, evicted=evicted, seconds=round(time.monotonic() - began, 1))
+        return _report(
+            soak,
+            loads,
+            evicted=int(counters.get("kvhold_evicted_chunks{tier=ram}", 0)),
+            blended=(
+                int(counters.get("kvhold_blended_requests{result=blended}", 0)) if blends else None
+            ),
+            seconds=round(time.monotonic() - began, 1),
+        )
 
 
 class _Engine:
@@ -171,11 +190,17 @@ class _Window:
 
 class _Soak:
     def __init__(
-        self, crew: Sequence[_Engine], vocabulary: Sequence[int], chance: random.Random
+        self,
+        crew: Sequence[_Engine],
+        vocabulary: Sequence[int],
+        chance: random.Random,
+        *,
+        blends: bool = False,
     ) -> None:
         self._alone, *self._pair = crew
         self._chance = chance
-        self._texts = Texts(chance, vocabulary, _SHAPE)
+        self._documents = DocumentTexts(chance, vocabulary, _SHAPE) if blends else None
+        self._texts = self._documents or Texts(chance, vocabulary, _SHAPE)
         self._answers: dict[tuple[int, ...], SoakAnswer] = {}
         self.tally = SoakTally()
         self.near_ties = 0
@@ -211,7 +236,10 @@ class _Soak:
             arrival = _random_arrival(
                 self._chance, self._texts.prompt(), step=steps[number], has_priorities=number == 1
             )
+            arrival = self._marked(arrival)
             batches[number].append(arrival)
+            if _SPANS in arrival.rules:
+                continue
             name = tuple(arrival.tokens)
             known = self._answers.get(name)
             enough = known is not None and (
@@ -221,6 +249,13 @@ class _Soak:
                 asked[name] = VerifyArrival(tokens=arrival.tokens, max_tokens=arrival.max_tokens)
         arrivals = list(asked.values())
         return _Window(batches, arrivals, self._alone.serve(arrivals, margins=True))
+
+    def _marked(self, arrival: VerifyArrival) -> VerifyArrival:
+        known = self._documents.spans if self._documents is not None else {}
+        spans = known.get(tuple(arrival.tokens))
+        if spans is None or self._chance.random() < 0.5:
+            return arrival
+        return structs.replace(arrival, rules=arrival.rules | {_SPANS: spans})
 
     def _learn(self, window: _Window) -> list[list[VerifyArrival]]:
         served = window.answers.result()
@@ -239,6 +274,8 @@ class _Soak:
         ]
 
     def _shorter(self, arrival: VerifyArrival) -> VerifyArrival | None:
+        if _SPANS in arrival.rules:
+            return arrival
         sure = len(self._answers[tuple(arrival.tokens)].token_ids)
         if arrival.max_tokens <= sure:
             return arrival
@@ -246,6 +283,8 @@ class _Soak:
         return structs.replace(arrival, max_tokens=sure) if sure else None
 
     def _answer(self, arrival: VerifyArrival) -> list[int]:
+        if _SPANS in arrival.rules:
+            return []
         return self._answers[tuple(arrival.tokens)].token_ids[: arrival.max_tokens]
 
     def _judge(self) -> None:
@@ -356,8 +395,23 @@ def _transfer(socket: Path, notes: Path, *, save_decode: bool) -> dict[str, Any]
     }
 
 
+def _blend(transfer: dict[str, Any], folder: Path, connector: str) -> None:
+    model, selector = "soak", NoSelection()
+    grant_trial(folder, model, selector_text(selector))
+    transfer["kv_connector"] = connector
+    transfer["kv_connector_extra_config"] |= {
+        "model_id": model,
+        "blend": {"selector": selector.name, "permits": str(folder), "canary_share": 0.0},
+    }
+
+
 def _report(
-    soak: _Soak, loads: Sequence[dict[str, Any]], *, evicted: int, seconds: float
+    soak: _Soak,
+    loads: Sequence[dict[str, Any]],
+    *,
+    evicted: int,
+    seconds: float,
+    blended: int | None = None,
 ) -> Requests:
     tally = soak.tally
     blocks = sum(load["compared"] for load in loads)
@@ -369,6 +423,7 @@ def _report(
         "evictions": bool(evicted),
         "preemptions": bool(tally.preemptions),
         "aborts": bool(tally.aborted_in.total()),
+        "blended requests": blended is None or bool(blended),
     }
     missing = [
         f"no {name}: this run shows nothing of them; ask for more requests"
@@ -383,6 +438,7 @@ def _report(
         hits=sum(1 for load in loads if load["compared"]),
         loaded_tokens=blocks * _SHAPE.block,
         evicted=evicted,
+        blended=blended or 0,
         kv_compared=blocks,
         kv_wrong=kv_wrong,
         kv_unknown=kv_unknown,

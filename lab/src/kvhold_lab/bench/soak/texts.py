@@ -51,3 +51,30 @@ class Texts:
         return min(
             most, self._chance.randint(1, most // edge) * edge + self._chance.choice((-1, 0, 0, 1))
         )
+
+
+class DocumentTexts(Texts):
+    """Most prompts are documents in any order, and a question. spans: by their tokens"""
+
+    def __init__(self, chance: random.Random, vocabulary: Sequence[int], shape: TextShape) -> None:
+        super().__init__(chance, vocabulary, shape)
+        self._documents = [self._words(shape.block + self._length(96)) for _ in range(8)]
+        self.spans: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def prompt(self) -> list[int]:
+        kind = self._chance.random()
+        if kind < 0.2:
+            return super().prompt()
+        if kind < 0.5 and self._prompts:
+            return self._chance.choice(self._prompts)
+        prompt: list[int] = []
+        spans = []
+        for document in self._chance.sample(self._documents, 3):
+            start = len(prompt)
+            prompt += document[: self._shape.limit - 20 - start]
+            if start < len(prompt):
+                spans.append((start, len(prompt)))
+        prompt += self._words(self._chance.randint(1, 20))
+        self.spans[tuple(prompt)] = spans
+        self._prompts.append(prompt)
+        return prompt

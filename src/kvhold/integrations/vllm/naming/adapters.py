@@ -2,7 +2,7 @@
 
 vLLM loads adapters without telling the connector (docs/decisions/0022). Its prefix cache identifies
 an adapter by name and path, its image embeddings by the name. After two contents of these, the
-adapter is not cached until the engine restarts.
+adapter is not cached until a restart.
 
 Files older than the engine had one content. For newer ones, the workers compare the name with their
 loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.

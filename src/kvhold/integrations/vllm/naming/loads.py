@@ -35,7 +35,7 @@ class AdapterLoads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[int, _Load] = {}
-        self._mixed: set[int] = set()  # numbers with several contents
+        self._mixed: set[int] = set()
         self._digests: dict[tuple[str, Stamp], str] = {}
 
     def match(self, use: AdapterUse) -> bool:

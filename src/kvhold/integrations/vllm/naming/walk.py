@@ -179,7 +179,7 @@ def _add_draft_model(
 def _add_groups(
     config: "VllmConfig", kv_cache: "KVCacheConfig", rules: NamingRules, found: dict[str, str]
 ) -> None:
-    """A pipeline stage does not know the other layers, so names are left out."""
+    """Without names: a pipeline stage does not know the other layers."""
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):
         walk(group, f"kv.groups[{number}]", rules, found)

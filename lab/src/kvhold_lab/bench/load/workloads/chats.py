@@ -29,8 +29,7 @@ class _Chat:
 
 @dataclass(frozen=True)
 class Chats:
-    """The number of questions is geometric; lengths and think times are log-normal. A think time
-    begins when the question before it was due.
+    """The number of questions is geometric; lengths and think times are log-normal.
 
     think_s: median time between two questions
     questions: mean number of a chat

@@ -15,7 +15,7 @@ class MultiDocQA:
     """Single documents cold, then several random ones in a prompt, warm.
 
     sampling: without repeats; "zipf": the n-th has weight 1 / n
-    separator: around documents; text or token ids, like the prompts
+    separator: around documents; text or token ids
     """
 
     separator: Content

@@ -14,7 +14,6 @@ class MultiRoundQA:
     ramp_up_s: until all first users are present; None: users / qps
     staggered: the first users begin at different rounds
     duration_s: new users follow until then. None: only the first users
-    first_user: other numbers have other histories
     """
 
     users: int = 10

@@ -12,7 +12,7 @@ PRECOMPUTE, QUERY = "precompute", "query"
 
 @dataclass(frozen=True)
 class Rag:
-    """The documents that fit into the cache, then questions with a few documents each.
+    """Documents that fit into the cache, then questions with a few each.
 
     storage_tokens: prefill up to so many by the server's count; 0: none
     """
