@@ -45,11 +45,12 @@ def intent_of(
     load_byte_s: float = 0.0,
     handover: HandoverWait | None = None,
     keep_s: float = 0.0,
+    announces_tail: bool = False,
 ) -> ComputeIntent:
     cost = ComputeCost(
         "request", num_tokens, computed, step, token_s=token_s, load_byte_s=load_byte_s
     )
-    return ComputeIntent(cost, waits=waits, announces=announces, handover=handover, keep_s=keep_s)
+    return ComputeIntent(cost, waits, announces, handover, keep_s, announces_tail)
 
 
 @dataclass

@@ -43,6 +43,7 @@ class Engines(RuleBasedStateMachine):
             {"announces": False},
             {"handover": HandoverWait(4.0)},
             {"keep_s": 4.0},
+            {"keep_s": 4.0, "announces_tail": True},
             {"handover": HandoverWait(4.0, 1.0), "waits": False, "announces": False},
         )
     )

@@ -20,6 +20,7 @@ UNKNOWN = ComputeCost("request", len(TEXT))
 """Of an engine that has measured nothing: an ordinary lookup does not wait."""
 
 ANNOUNCES = ComputeIntent(UNKNOWN, waits=False)
+ANNOUNCES_TAIL = ComputeIntent(UNKNOWN, waits=False, announces_tail=True)
 
 
 def awaits(timeout_s: float = 30.0, grace_s: float = 0.0) -> ComputeIntent:
@@ -58,6 +59,48 @@ def test_it_waits_while_the_chunks_arrive_one_by_one(cache: Cache) -> None:
         cache.now_s += 1.0
         cache.store("a", prompt, first=chunk, last=chunk + 1)
     assert cache.asked_again(waiting).num_tokens == 40
+
+
+def test_it_waits_for_a_tail_that_is_stored_alone(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    assert cache.lookup("a", prompt, ANNOUNCES_TAIL).announcement
+    waiting = cache.lookup("b", prompt, awaits())
+    cache.store("a", prompt, last=10)
+    assert cache.asked_again(waiting).waits
+    late = cache.lookup("c", prompt, awaits())
+    assert (late.waits, late.num_tokens) == (True, 40)
+    cache.store("a", prompt, first=10)
+    assert cache.asked_again(waiting).num_tokens == cache.asked_again(late).num_tokens == 42
+    assert cache.state.status()["announced_chunks"] == 0
+    assert cache.waits() == {"stored": 2}
+
+
+def test_a_prompt_of_less_than_a_chunk_is_awaited(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT[:3])
+    assert not cache.lookup("a", prompt, ANNOUNCES).announcement
+    producer = cache.lookup("a", prompt, ANNOUNCES_TAIL)
+    waiting = cache.lookup("b", prompt, awaits())
+    assert producer.announcement
+    assert waiting.waits
+    cache.store("a", prompt)
+    assert cache.asked_again(waiting).num_tokens == 3
+
+
+def test_a_tail_that_does_not_come_is_computed(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    producer = cache.lookup("a", prompt, ANNOUNCES_TAIL)
+    waiting = cache.lookup("b", prompt, awaits())
+    cache.store("a", prompt, last=10)
+    assert cache.asked_again(waiting).waits
+    cache.state.release("a", producer.announcement)
+    assert cache.asked_again(waiting).num_tokens == 40
+    assert cache.waits() == {"ended": 1}
+
+
+def test_a_tail_that_is_there_is_not_announced(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.store("a", prompt)
+    assert not cache.lookup("a", prompt, ANNOUNCES_TAIL).announcement
 
 
 def test_at_its_deadline_it_gets_what_is_there(cache: Cache) -> None:

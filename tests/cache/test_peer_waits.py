@@ -7,7 +7,7 @@ import pytest
 
 from kvhold.cache.transfer.commands import FetchCommand, ProbeCommand
 from kvhold.core.api import Found
-from kvhold.core.keys import HANDED_OVER, NAME_BYTES
+from kvhold.core.keys import HANDED_OVER, NAME_BYTES, Prompt
 from kvhold.core.planning import ComputeCost, ComputeIntent, HandoverWait
 from kvhold.core.reasons import BEING_COMPUTED, NEVER_STORED, WHOLE
 from kvhold.tiers.stack import TierPlace
@@ -28,11 +28,13 @@ class Reader:
 
     cache: Cache = field(default_factory=lambda: cache_of(PLAIN, tiers=(PEERS,)))
 
-    def begin(self, timeout_s: float = 30.0, grace_s: float = 0.0) -> Found:
+    def begin(
+        self, timeout_s: float = 30.0, grace_s: float = 0.0, prompt: Prompt = PROMPT
+    ) -> Found:
         intent = ComputeIntent(
             COST, waits=False, announces=False, handover=HandoverWait(timeout_s, grace_s)
         )
-        return self.cache.lookup("b", PROMPT, intent)
+        return self.cache.lookup("b", prompt, intent)
 
     def answer(self, *keys: bytes) -> None:
         """Let the tiers find these keys, and read the chunks among them."""
@@ -75,6 +77,32 @@ def test_chunks_are_taken_as_they_arrive(reader: Reader) -> None:
     reader.answer(MARK, KEYS[9])
     found = reader.ask_again(found)
     assert (found.num_tokens, found.arriving, found.reason) == (40, False, WHOLE)
+    assert reader.cache.waits() == {"stored": 1}
+    reader.end(found)
+
+
+def test_the_tail_is_awaited_while_the_prompt_is_announced(reader: Reader) -> None:
+    prompt = SPACE.prompt(TEXT)
+    tail = prompt.namespace.digest + prompt.tails + KEYS[0][NAME_BYTES:]
+    found = reader.begin(prompt=prompt)
+    reader.answer(MARK, *KEYS)
+    found = reader.ask_again(found)
+    assert (found.waits, found.num_tokens) == (True, 40)
+    assert reader.ask_again(found, 1.0).arriving
+    reader.answer(MARK, tail)
+    found = reader.ask_again(found)
+    assert (found.num_tokens, found.arriving) == (42, False)
+    reader.end(found)
+
+
+def test_a_tail_that_does_not_come_is_not_awaited(reader: Reader) -> None:
+    found = reader.begin(prompt=SPACE.prompt(TEXT))
+    reader.answer(MARK, *KEYS)
+    found = reader.ask_again(found)
+    assert reader.ask_again(found, 1.0).arriving
+    reader.answer()
+    found = reader.ask_again(found)
+    assert (found.num_tokens, found.arriving) == (40, False)
     assert reader.cache.waits() == {"stored": 1}
     reader.end(found)
 

@@ -312,6 +312,29 @@ class TestTails:
     def test_a_block_that_is_not_full_is_no_tail(self, length: int, tails: tuple[int, ...]) -> None:
         assert BLOCKS.prompt(range(length)).tail_lengths == tails
 
+    def test_a_hand_over_ends_with_the_text(self) -> None:
+        prompt = BLOCKS.prompt(range(2 * 16 + 9))
+        end = prompt.end()
+        assert end is not None
+        assert (end.tail_tokens, end.first_token, end.parent) == (9, 32, prompt.hash_at(1))
+        assert end.hashes not in tail_hashes(prompt)
+        query = prompt.query(to_end=True)
+        assert query.tail_lengths == (4, 8, 9)
+        assert query.tail_hashes == prompt.tails + end.hashes
+        assert prompt.query().tail_lengths == (4, 8), "other requests end with a block"
+
+    @pytest.mark.parametrize("length", [0, 4, 16, 24])
+    def test_a_block_has_no_other_end(self, length: int) -> None:
+        prompt = BLOCKS.prompt(range(length))
+        assert prompt.end() is None
+        assert prompt.query(to_end=True) == prompt.query()
+
+    def test_every_token_is_an_end_of_its_own(self) -> None:
+        ends = [BLOCKS.prompt(range(length)).end() for length in range(17, 20)]
+        assert len({end.hashes for end in ends if end is not None}) == 3
+        assert SPACE.prompt(range(11)).end() is None, "its tails end there, too"
+        assert NO_TAILS.prompt(range(7)).end() is None
+
     def test_a_layout_without_tails_has_none(self) -> None:
         prompt = NO_TAILS.prompt(range(7))
         assert (prompt.tail_lengths, prompt.tails) == ((), b"")

@@ -9,7 +9,6 @@ from tests.vllm.engines import MakeEngine
 from tests.vllm.scheduling import UNHURRIED, WITHIN_S, Engine, NodeProcess, answer_to
 
 TOKENS = 500
-TAIL = TOKENS % 16  # no block ends with them, so they are computed in any case
 NIXL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -115,7 +114,7 @@ def prefill(one: Engine, prompt: list[int], name: str = "p") -> dict[str, Any]:
 
 
 def decode(one: Engine, prompt: list[int], params: Any, name: str = "d") -> int:
-    """Return how many tokens of the prompt were computed."""
+    """Return how many tokens of the prompt were computed: of a whole hit, the last one."""
     ask(one, name, prompt, params, max_tokens=4)
     one.run()
     assert one.outputs[name] == answer_to(prompt, 4)

@@ -66,9 +66,11 @@ class Hands:
         self.granted_chunks = 0
 
     def run(self, output: SchedulerOutput, compute: Callable[[], None]) -> KVConnectorOutput:
-        compute()
         steps = output.kv_connector_metadata
         assert isinstance(steps, Steps)
+        for ids in getattr(steps, "zeroed", ()):  # some commits have none
+            self._slots[ids] = 0
+        compute()
         for store in steps.stores:
             self._store(store)
         stored = {store.request_id for store in steps.stores if store.last}
@@ -104,11 +106,14 @@ class Hands:
 
     def _store(self, store: Store) -> None:
         per_chunk = self._layout.tokens_per_chunk // self._layout.tail_tokens
+        counts = store.names.num_tokens(self._layout)
         blocks = [
             store.block_ids[0][i : i + per_chunk]
             for i in range(0, len(store.block_ids[0]), per_chunk)
         ]
         assert len(blocks) == len(store.names)
+        for ids, count in zip(blocks, counts, strict=True):
+            assert not self._slots[ids].ravel()[count:].any(), "KV of another request"
         try:
             reservation = self.client.reserve(self._layout, store.names)
             for chunk in reservation.granted:
@@ -142,7 +147,7 @@ class Hands:
             for offset, tokens in zip(places.offsets, places.num_tokens, strict=True):
                 assert offset != ABSENT
                 for row in self._rows(
-                    lease.buffer, int(offset), int(tokens) // self._layout.tail_tokens
+                    lease.buffer, int(offset), -(-int(tokens) // self._layout.tail_tokens)
                 ):
                     if (block := block_ids.popleft()) >= 0:
                         self._slots[block] = row

@@ -20,7 +20,6 @@ from tests.vllm.handing import (
     NIXL,
     PATIENT,
     PREFILLER,
-    TAIL,
     TOKENS,
     announced,
     ask,
@@ -64,7 +63,7 @@ class TestOneAfterTheOther:
             "do_remote_decode": False,
             "remote_request_id": "p",
             "remote_engine_id": one.config.kv_transfer_config.engine_id,
-            "remote_num_tokens": TOKENS - TAIL,
+            "remote_num_tokens": TOKENS,
             "remote_prefill_cached_tokens": 0,
             "remote_block_ids": [],
             "remote_host": "127.0.0.1",
@@ -75,7 +74,7 @@ class TestOneAfterTheOther:
         side = one.connector.scheduler
         assert named == {
             "namespace": side._namespace.digest.hex(),
-            "num_tokens": TOKENS - TAIL,
+            "num_tokens": TOKENS,
             "last": side._namespace.prompt(prompt).hash_at(TOKENS // 64 - 1).hex(),
         }
 
@@ -84,7 +83,7 @@ class TestOneAfterTheOther:
     ) -> None:
         one, two = engines
         before, prompt = waits(node), make_prompt("stored", TOKENS)
-        assert decode(two, prompt, prefill(one, prompt)) == TAIL
+        assert decode(two, prompt, prefill(one, prompt)) == 1
         assert since(node, before) == {}, "all was there"
         assert announced(node) == 0
 
@@ -98,7 +97,7 @@ class TestOneAfterTheOther:
         eventually(lambda: kept(node) == 8)
         prefill(one, make_prompt("kept, too", TOKENS), "q")
         eventually(lambda: kept(node) == 16)
-        assert decode(two, prompt, handed) == TAIL
+        assert decode(two, prompt, handed) == 1
         assert kept(node) == 8
 
     def test_the_chunks_are_kept_until_a_deadline(
@@ -116,10 +115,7 @@ class TestOneAfterTheOther:
         prompt = make_prompt(f"length {length}", length)
         ask(one, "p", prompt, NIXL)
         one.run()
-        assert ("p" in one.handed) == (length >= 16), "else nothing is handed over"
-        computed = decode(two, prompt, one.handed.get("p"))
-        # of a whole hit, the last token is computed again
-        assert computed == (length if length < 16 else length % 16 or 1)
+        assert decode(two, prompt, one.handed["p"]) == 1
 
     def test_the_decode_engine_waits_for_chunks_that_are_being_stored(
         self, engines: tuple[Engine, Engine], node: NodeProcess
@@ -132,7 +128,7 @@ class TestOneAfterTheOther:
         assert_waits(two, "d")
         one.hands.finish_stores()
         two.run()
-        assert two.tokens_computed["d"] == TAIL + 3
+        assert two.tokens_computed["d"] == 4
         assert two.outputs["d"] == answer_to(prompt, 4)
         assert since(node, before) == {"stored": 1}
 
@@ -146,7 +142,7 @@ class TestOneAfterTheOther:
         assert_waits(two, "d")
         one.hands.finish_stores()
         two.run()
-        assert two.tokens_computed["d"] == TAIL
+        assert two.tokens_computed["d"] == 1
 
     def test_stores_that_fail_are_computed_at_once(
         self, engines: tuple[Engine, Engine], node: NodeProcess
@@ -216,7 +212,7 @@ class TestOneAfterTheOther:
         for number in range(5):
             prompt = make_prompt(f"roles {number}", 300)
             handed = prefill(one, prompt, f"p{number}")
-            assert decode(two, prompt, handed, f"d{number}") == 300 % 16
+            assert decode(two, prompt, handed, f"d{number}") == 1
         eventually(lambda: announced(node) == 0)
 
     def test_a_prompt_that_is_stored_after_the_end_stays_announced_until_then(
@@ -238,7 +234,7 @@ class TestOneAfterTheOther:
         assert_waits(two, "d")
         one.run()
         two.run()
-        assert two.tokens_computed["d"] == TAIL
+        assert two.tokens_computed["d"] == 1
         eventually(lambda: announced(node) == 0)
 
 
@@ -258,7 +254,7 @@ class TestBothAtOnce:
         assert_waits(two, "d")  # the second pass is not over
         one.run()
         two.run()
-        assert two.tokens_computed["d"] == TAIL + 3
+        assert two.tokens_computed["d"] == 4
         assert two.outputs["d"] == answer_to(prompt, 4)
         assert since(node, before) == {"stored": 1}
         assert "p" not in one.handed, "this protocol has no answer"
@@ -275,7 +271,7 @@ class TestBothAtOnce:
         assert_waits(two, "d")
         one.run()
         two.run()
-        assert two.tokens_computed["d"] == TAIL + 3
+        assert two.tokens_computed["d"] == 4
         assert since(node, before) == {"announced": 1, "stored": 1}
 
     def test_it_waits_for_an_engine_that_is_done_at_the_next_look(
@@ -288,7 +284,7 @@ class TestBothAtOnce:
         ask(one, "p", prompt, DECODER)
         one.run()
         two.run()
-        assert two.tokens_computed["d"] == TAIL
+        assert two.tokens_computed["d"] == 1
         assert since(node, before) == {"announced": 1}
 
     def test_without_a_prefill_it_computes_after_the_grace(
@@ -362,7 +358,7 @@ class TestBothAtOnce:
         one.run()
         two.run()
         assert two.outputs == {"d": answer_to(first, 4), "e": answer_to(second, 4)}
-        assert two.tokens_computed == {"d": TAIL + 3, "e": TAIL + 3}
+        assert two.tokens_computed == {"d": 4, "e": 4}
 
 
 @pytest.mark.parametrize("seed", range(3))

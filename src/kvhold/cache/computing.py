@@ -1,8 +1,8 @@
 """The chunks that engines compute, and the lookups that wait for them. No I/O.
 
-An announcement names the whole chunks after a hit. It ends when they are stored, its owner
-withdraws it or leaves, or it is late and another engine announces them. A chunk is stored
-when memory has it for every shard and full-attention group.
+An announcement names the whole chunks after a hit, that of a hand-over also the tail. It ends when
+they are stored, its owner withdraws it or leaves, or it is late and another engine announces them.
+A chunk is stored when memory has it for every shard and full-attention group.
 """
 
 from collections.abc import Callable, Hashable
@@ -52,7 +52,7 @@ class Announcement:
     progress_s:   time of the last stored chunk, or of the announcement
     tails:        names, which come with the preceding chunk
     is_withdrawn: only chunks being written are left
-    mark:         the last chunk's name, for other hosts
+    mark:         the last whole chunk's name, for other hosts
     """
 
     number: int
@@ -193,15 +193,26 @@ class Computing:
             if missing:
                 announcement.chunks[name] = _Chunk(missing, (at + 1) * size)
                 self._by_name[name] = announcement
+        if intent.keep_s > 0 and announcement.chunks:
+            announcement.mark = next(reversed(announcement.chunks))
+            self.tell_peers(announcement.mark, True)
+        if intent.announces_tail and query.tail_lengths:
+            self._announce_tail(announcement, query, last, suffixes)
         if not announcement.chunks:
             return False
         self._by_owner.setdefault(owner, {})[number] = announcement
-        if intent.keep_s > 0:
-            announcement.mark = next(reversed(announcement.chunks))
-            self.tell_peers(announcement.mark, True)
         self._has_news = self._has_news or self._num_expecting > 0
         self._metrics.add("kvhold_announced_chunks", len(announcement.chunks))
         return True
+
+    def _announce_tail(
+        self, announcement: Announcement, query: Query, last: int, suffixes: list[bytes]
+    ) -> None:
+        *_, (length, name) = tail_names(query)
+        missing = {key for suffix in suffixes if self._ram.find(key := name + suffix) is None}
+        if missing and name not in self._by_name:
+            announcement.chunks[name] = _Chunk(missing, last + length)
+            self._by_name[name] = announcement
 
     def withdraw(self, owner: Hashable, number: int) -> None:
         announcement = self._by_owner.get(owner, {}).get(number)
@@ -314,19 +325,23 @@ class Computing:
                 break
             announcement, end = other, (number + 1) * size
             names.add(name)
+        whole, hit_end = len(query.hashes) // HASH_BYTES * size, end
+        for length, name in tail_names(query) if end >= whole else ():
+            other = self._by_name.get(name)
+            if other is not None and whole + length > hit_tokens and announcement in (None, other):
+                announcement, end = other, whole + length
+                names.add(name)
+            if announcement is not None and name in announcement.tails:
+                hit_end = whole + length
         if announcement is None or announcement.owner == owner:
             return None
-        tail_tokens = 0
-        if end == len(query.hashes) // HASH_BYTES * size:
-            tails = [length for length, name in tail_names(query) if name in announcement.tails]
-            tail_tokens = max(tails, default=0)
         return Wait(
             announcement,
             names,
             _known(cost, announcement.cost),
             hit_tokens,
             end,
-            end + tail_tokens,
+            hit_end,
             self._clock(),
         )
 
@@ -388,9 +403,9 @@ class Computing:
     def _forget(self, announcement: Announcement, name: bytes) -> None:
         del self._by_name[name]
         del announcement.chunks[name]
-        if name == announcement.mark:
-            self.tell_peers(name, False)
         if not announcement.chunks:
+            if announcement.mark:
+                self.tell_peers(announcement.mark, False)
             held = self._by_owner[announcement.owner]
             del held[announcement.number]
             if not held:

@@ -43,7 +43,9 @@ class PeerWaits:
         search.has_begun = search.has_begun or is_computed
         longest_s = handover.timeout_s if is_computed else min(grace_s, handover.timeout_s)
         num_whole = len(search.query.hashes) // HASH_BYTES
-        is_whole = extent.num_tokens >= num_whole * search.layout.tokens_per_chunk
+        # the tail is stored last
+        tail_tokens = max(search.query.tail_lengths, default=0) if is_computed else 0
+        is_whole = extent.num_tokens >= num_whole * search.layout.tokens_per_chunk + tail_tokens
         if not (is_whole or search.faults) and waited_s < longest_s:
             search.asks_peers = True
             return PeerWait(

@@ -58,8 +58,14 @@ def max_frame_bytes(
     rank = len(layer_shape(layout, group, num_tokens)[1])
     of_codec = arranged(codec, layout, group) or layout
     return header_size(rank=rank, num_layers=layers, align=align) + layers * codec.max_size(
-        of_codec, group, num_tokens
+        of_codec, group, _tokens(layout, group, of_codec, num_tokens)
     )
+
+
+def _tokens(layout: Layout, group: int, of_codec: Layout, num_tokens: int) -> int:
+    """Rearranged blocks are whole."""
+    block = 1 if of_codec is layout else layout.groups[group].block_tokens
+    return -(-num_tokens // block) * block
 
 
 def frame_chunk(
@@ -101,6 +107,7 @@ def frame_chunk(
         raise LayoutError(
             f"{len(stated)} checksums for a chunk of {layout.groups[group].layers} layers"
         )
+    tokens = _tokens(layout, group, of_codec, num_tokens)
     lengths, sums, end = [], [], 0
     if target is None and stated is not None:
         lengths, sums, end = [size // len(stated)] * len(stated), list(stated), size
@@ -110,7 +117,7 @@ def frame_chunk(
             bytes_ = plain[start : start + length]
             if of_codec is not layout:
                 bytes_ = to_canonical(bytes_, layout.groups[group])
-            length = _encode_layer(codec, bytes_, payload[end:], of_codec, group, layer, num_tokens)
+            length = _encode_layer(codec, bytes_, payload[end:], of_codec, group, layer, tokens)
         lengths.append(length)
         sums.append(stated[layer] if stated is not None else checksum(payload[end : end + length]))
         end += length
@@ -207,9 +214,8 @@ def unframe_layer(
         )
     verify_layer(header, layer, source)
     plain = target if of_codec is layout else memoryview(bytearray(len(target)))
-    codec.decode(
-        source, plain, layout=of_codec, group=group, layer=layer, num_tokens=header.num_tokens
-    )
+    tokens = _tokens(layout, group, of_codec, header.num_tokens)
+    codec.decode(source, plain, layout=of_codec, group=group, layer=layer, num_tokens=tokens)
     if plain is not target:
         from_canonical(plain, target, layout.groups[group])
 

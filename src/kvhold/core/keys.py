@@ -365,18 +365,31 @@ class _Text(ABC):
     def tails(self) -> bytes:
         return b"".join(map(self._tail_hash, self.tail_lengths))
 
-    def query(self) -> Query:
-        space = self.namespace
+    def query(self, *, to_end: bool = False) -> Query:
+        """to_end: with the tail to the text's end, also inside a block"""
+        space, lengths, tails = self.namespace, self.tail_lengths, self.tails
+        if to_end and (end := self.end()) is not None:
+            lengths, tails = (*lengths, end.tail_tokens), tails + end.hashes
         return Query(
             space.digest,
             space.layout.fingerprint,
             space.shards,
             self.chain,
-            self.tails,
-            self.tail_lengths,
+            tails,
+            lengths,
             space.tenant,
             tags=tag_digests(space.tags),
         )
+
+    def end(self) -> ChunkNames | None:
+        """The tail to the text's end; None: this is a block's or chunk's end."""
+        layout, whole = self.namespace.layout, self.num_whole
+        first_token = whole * layout.tokens_per_chunk
+        rest = self.num_tokens - first_token
+        if not layout.tail_tokens or not rest % layout.tail_tokens:
+            return None
+        parent = self.hash_at(whole - 1) if whole else b""
+        return ChunkNames(self.namespace.digest, self._tail_hash(rest), rest, first_token, parent)
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
         """The whole chunks from `first` to before `last`, and the longest tail."""

@@ -120,7 +120,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """The geometry of a model's KV. Tails end at multiples of `tail_tokens`; 0: no tails."""
+    """The geometry of a model's KV.
+
+    tail_tokens: tails end at multiples, that of a hand-over at the prompt's end; 0: no tails
+    """
 
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MOST_GROUPS)]
     tokens_per_chunk: int = 128
@@ -213,10 +216,5 @@ class Layout:
             raise LayoutError(
                 f"a chunk of {num_tokens} tokens; it must hold 1 to {self.tokens_per_chunk}"
             )
-        if not self.tail_tokens or num_tokens % self.tail_tokens:
-            allowed = (
-                f"tails end at multiples of {self.tail_tokens}"
-                if self.tail_tokens
-                else "this layout has none"
-            )
-            raise LayoutError(f"a tail of {num_tokens} tokens; {allowed}")
+        if not self.tail_tokens:
+            raise LayoutError(f"a tail of {num_tokens} tokens; this layout has none")

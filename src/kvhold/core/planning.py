@@ -70,6 +70,7 @@ class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
     handover:  another engine computes them for it
     keep_s:    memory keeps the prompt until another engine has read it, or so long after the last
                store; 0: it is not handed over
+    announces_tail: also the longest tail
     """
 
     cost: ComputeCost
@@ -77,6 +78,7 @@ class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
     announces: bool = True
     handover: HandoverWait | None = None
     keep_s: _Wait = 0.0
+    announces_tail: bool = False
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -46,7 +46,7 @@ from kvhold.net.usage_messages import MeasureHeld as MeasureHeld
 from kvhold.net.usage_messages import ShareRows as ShareRows
 from kvhold.net.usage_messages import WorthRows as WorthRows
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"

@@ -105,7 +105,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
         yield f"odd-{num_tokens}", Case(odd, 0, num_tokens)
     for group in range(3):
         yield f"hybrid-group{group}", Case(hybrid, group, 16)
-    for num_tokens in (16, 4):
+    for num_tokens in (16, 4, 3):
         yield f"opaque-{num_tokens}", Case(_layout(opaque, tail_tokens=4), 0, num_tokens)
 
 

@@ -347,7 +347,7 @@ class Announcer:
 def first_chunks(prompt: Prompt, num_tokens: int) -> ChunkNames:
     whole, tail = divmod(num_tokens, prompt.namespace.layout.tokens_per_chunk)
     names = prompt.chunks(last=whole, tail=False)
-    if not tail:
+    if tail not in prompt.tail_lengths:  # none, or it ends inside a block
         return names
     at = prompt.tail_lengths.index(tail) * HASH_BYTES
     return ChunkNames(names.namespace, names.hashes + prompt.tails[at : at + HASH_BYTES], tail)

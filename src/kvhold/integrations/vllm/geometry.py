@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import vllm
 from vllm.platforms import current_platform
@@ -38,6 +39,7 @@ _CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV
 _SHOWN_DRAFTERS = ("draft_model", "eagle")
 _DRAFTERS = (*_SHOWN_DRAFTERS, "eagle3", "mtp")
+_NULL_BLOCK = 0  # vLLM's number for "no block"
 _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 
 
@@ -55,6 +57,21 @@ class Part:
     @property
     def is_coded(self) -> bool:
         return self.group != self.engine_group
+
+    def blocks(
+        self, table: list[int], first: int, last: int, *, skipped: int = 0, unused: int = 0
+    ) -> list[int]:
+        """Blocks of the tokens `first` to `last - 1`; -1: not written. The block ends before
+        `skipped`, begins after `last`, or left the window.
+        """
+        size = self.group.block_tokens
+        begin, end = max(first, skipped) // size, -(-last // size)
+        there = np.array(table[begin:end], dtype=np.int64)
+        there[there == _NULL_BLOCK] = -1
+        ids: list[int] = there.tolist()
+        if self.group.attention == "state":
+            ids += [-1] * (end - begin - len(ids))
+        return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class RequestLookups:
         descriptions: Descriptions,
         tally: Tally,
         awaits_hosts: bool = False,
+        hands_ends: bool = False,
     ) -> None:
         self.namespace = namespace
         self.costs = costs
@@ -90,6 +91,7 @@ class RequestLookups:
         self.span: HostSpan | None = None
         """The hosts of the workers, if they are on several."""
         self._awaits_hosts = awaits_hosts
+        self._hands_ends = hands_ends
 
     def use_span(self, span: HostSpan) -> None:
         self.span, self._awaits_hosts = span, False
@@ -269,6 +271,7 @@ class RequestLookups:
                     announces=announces,
                     handover=handover,
                     keep_s=self._config.client.handover_timeout_s if produces else 0.0,
+                    announces_tail=produces and self._config.store_tails,
                 )
                 if cost is not None and has_intent
                 else None
@@ -282,7 +285,9 @@ class RequestLookups:
                 )
             if prompt is not None:
                 return self._cache.lookup(
-                    self._trim_prompt(prompt).query(),
+                    self._trim_prompt(prompt).query(
+                        to_end=self._hands_ends and (produces or awaits)
+                    ),
                     cost=cost if plans else None,
                     have_tokens=have_tokens,
                     uses=uses,

@@ -30,6 +30,7 @@ class RequestState:
     no_hit: the reason of a miss if the cache gave none
     announcement: that this engine computes missing chunks
     blend: None: it is served without blend
+    is_end_zeroed: the prompt's last block has no other request's KV behind the prompt's end
     """
 
     request: "Request"
@@ -57,6 +58,7 @@ class RequestState:
     announcement: Holding | None = None
     trace: RequestTrace | None = None
     blend: BlendRequest | None = None
+    is_end_zeroed: bool = False
 
     @property
     def is_private(self) -> bool:

@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.v1.request import RequestStatus
 
 from kvhold.core.api import Hit, Uses
@@ -19,7 +19,7 @@ from kvhold.integrations.vllm.costs import Costs
 from kvhold.integrations.vllm.descriptions import Descriptions
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
-from kvhold.integrations.vllm.geometry import Geometry, Part
+from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.handovers import answer
 from kvhold.integrations.vllm.hints import HintedRequests
 from kvhold.integrations.vllm.hosts import NodePlace, hosts_of, named_by_hosts, place_of
@@ -28,6 +28,7 @@ from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.namespace import join, rules_of, usual
 from kvhold.integrations.vllm.naming.adapters import Adapters, AdapterUse
 from kvhold.integrations.vllm.naming.loads import can_observe
+from kvhold.integrations.vllm.prompt_ends import PromptEnds
 from kvhold.integrations.vllm.request_state import RequestState, Scheduled
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
-
-_NULL_BLOCK = 0  # vLLM's number for "no block"
 
 
 class SchedulerSide:
@@ -100,6 +99,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._inside: list[str] = []
         self._last_stores: list[Store] = []
+        self._ends = PromptEnds(geometry, is_layerwise=layerwise, drafts=draft_limit is not None)
         self.lookups = RequestLookups(
             config,
             namespace,
@@ -114,6 +114,7 @@ class SchedulerSide:
             descriptions=self._descriptions,
             tally=self.tally,
             awaits_hosts=num_hosts > 1,
+            hands_ends=self._ends.are_handed,
         )
         self.hints = HintedRequests(config, self._cache, self._lookup_thread, self.tally)
         self.blends = BlendRequests(
@@ -297,8 +298,7 @@ class SchedulerSide:
         last = request_state.first_token + external_tokens
         tables = blocks.get_block_ids()
         ids = [
-            _blocks(
-                part,
+            part.blocks(
                 tables[part.table],
                 first,
                 last,
@@ -332,6 +332,7 @@ class SchedulerSide:
         if self._undrafted is not None:
             self._undrafted.planned(output)
         stores, self._last_stores = self._last_stores, []
+        self._ends.begin_pass()
         for new in output.scheduled_new_reqs:
             self._run(stores, output, new.req_id, new.num_computed_tokens, starts=True)
         cached = output.scheduled_cached_reqs
@@ -343,7 +344,9 @@ class SchedulerSide:
         computes = output.total_num_scheduled_tokens > 0
         states = self._request_states.values()
         self.lookups.begin_pass(idle=not computes and not any(one.loading for one in states))
-        return Steps(loads, stores, computes, self._storers, self.blends.take())
+        return Steps(
+            loads, stores, computes, self._storers, self.blends.take(), self._ends.take_zeroed()
+        )
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -418,13 +421,9 @@ class SchedulerSide:
             len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts
         )
         taken = request_state.tracker.finish(request.all_token_ids, reached // self._block)
-        if taken is None or not self.lookups.is_certain(request_state.request):
-            return False
-        store = self._store(request_state, taken, tables, last=True)
-        if store is None:
-            return False
-        self._last_stores.append(store)
-        return True
+        stores = self._stores(request_state, taken, lambda: tables, last=True)
+        self._last_stores += stores
+        return bool(stores)
 
     def reset(self) -> bool:
         """Invalidate all stored KV, and drop current stores. vLLM calls this after weights have
@@ -484,9 +483,10 @@ class SchedulerSide:
         request_state = self._request_states.get(request_id)
         if request_state is None or request_state.is_private:
             return
-        request_state.pending_steps.append(
-            Scheduled(output.num_scheduled_tokens[request_id], computed_tokens, starts)
-        )
+        step = Scheduled(output.num_scheduled_tokens[request_id], computed_tokens, starts)
+        request_state.pending_steps.append(step)
+        block_ids_of = output.kv_connector_block_state.get_block_ids
+        self._ends.scheduled(request_state, step, block_ids_of)
         if (
             not self._catch_up(request_state, 0.0)
             or request_state.tracker is None
@@ -496,12 +496,7 @@ class SchedulerSide:
         taken = request_state.tracker.take(
             request_state.request.all_token_ids if self.lookups.saves_decode(request_state) else ()
         )
-        if taken is not None and self.lookups.is_certain(request_state.request):
-            store = self._store(
-                request_state, taken, output.kv_connector_block_state.get_block_ids(request_id)
-            )
-            if store is not None:
-                stores.append(store)
+        stores += self._stores(request_state, taken, partial(block_ids_of, request_id))
 
     def _catch_up(
         self, request_state: RequestState, patience_s: float, *, last: bool = False
@@ -519,6 +514,26 @@ class SchedulerSide:
                 request_state.tracker.advance(step.num_tokens, step.computed_tokens)
         return True
 
+    def _stores(
+        self,
+        request_state: RequestState,
+        taken: ChunkNames | None,
+        tables_of: Callable[[], Sequence[list[int]]],
+        *,
+        last: bool = False,
+    ) -> list[Store]:
+        """Of the taken chunks, and of the prompt's end. tables_of: by part"""
+        end = self._ends.take(request_state)
+        if (taken or end) is None or not self.lookups.is_certain(request_state.request):
+            return []
+        tables = tables_of()
+        planned = [
+            self._store(request_state, names, tables, last=last)
+            for names in (taken, end)
+            if names is not None
+        ]
+        return [store for store in planned if store is not None]
+
     def _store(
         self,
         request_state: RequestState,
@@ -530,14 +545,14 @@ class SchedulerSide:
         """None: a block lacks the drafter's KV."""
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [
-            _blocks(part, tables[part.table], names.first_token, end)
-            for part in self._geometry.parts
+            part.blocks(tables[part.table], names.first_token, end) for part in self._geometry.parts
         ]
         if self._undrafted is not None and self._undrafted.are_among(ids):
             return None
-        if self._announcer is not None:
-            self._announcer.stored(request_state.request, names)
-        self._descriptions.stored(request_state.request, names)
+        if not names.tail_tokens % self._block:
+            if self._announcer is not None:
+                self._announcer.stored(request_state.request, names)
+            self._descriptions.stored(request_state.request, names)
         return Store(
             request_state.request.request_id,
             names,
@@ -576,19 +591,3 @@ class SchedulerSide:
     def _adapter_of(self, request_state: RequestState) -> AdapterUse | None:
         adapter = request_state.request.lora_request
         return self._adapters.use_of(adapter) if adapter is not None else None
-
-
-def _blocks(
-    part: Part, table: list[int], first: int, last: int, *, skipped: int = 0, unused: int = 0
-) -> list[int]:
-    """Blocks of the tokens `first` to `last - 1`; -1: not written. The block ends before `skipped`,
-    begins after `last`, or left the window.
-    """
-    size = part.group.block_tokens
-    begin, end = max(first, skipped) // size, -(-last // size)
-    there = np.array(table[begin:end], dtype=np.int64)
-    there[there == _NULL_BLOCK] = -1
-    ids: list[int] = there.tolist()
-    if part.group.attention == "state":
-        ids += [-1] * (end - begin - len(ids))
-    return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)

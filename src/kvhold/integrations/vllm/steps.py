@@ -94,6 +94,7 @@ class Steps(KVConnectorMetadata):
     """The engine can wait for loads if it computes nothing.
 
     storers: ranks that store; None: see `Geometry.stored_by`
+    zeroed:  for each part, blocks to zero before the pass; they have no KV yet
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -101,3 +102,4 @@ class Steps(KVConnectorMetadata):
     computes: bool = True
     storers: tuple[int, ...] | None = None
     blends: list[BlendLoad] = field(default_factory=list)
+    zeroed: list[list[int]] = field(default_factory=list)

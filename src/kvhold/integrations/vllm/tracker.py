@@ -87,6 +87,16 @@ class RequestTracker:
             )
         return self._taken(names, whole)
 
+    def take_end(self) -> ChunkNames | None:
+        """The prompt's tail to its end, if that is inside a block, and nothing after it was
+        computed. Gather it as that of `take`, which is called first.
+        """
+        num_tokens = self.prompt.num_tokens
+        if not self.store_tails or not self.known_tail < num_tokens == self._counted:
+            return None
+        names = self.prompt.end()
+        return names and self._taken(names, self.prompt.num_whole)
+
     def finish(self, token_ids: Sequence[int], num_blocks: int) -> ChunkNames | None:
         """The remaining chunks of an ended request.
 

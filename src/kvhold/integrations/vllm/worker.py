@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ class WorkerSide:
         self._copier: Copier = copier or HostCopier(config.copy_threads or COPY_THREADS)
         self._is_copier_given = copier is not None
         self._views: dict[int, list[View]] = {}
+        self._tensors: list[list[torch.Tensor]] = []
         self.tally = Tally()
         self._tracer = engine_tracer(config.otel, self.tally)
         self._inside: dict[str, OpenSpan] = {}  # loads inside the pass
@@ -149,7 +151,7 @@ class WorkerSide:
         Raises LayoutError: the geometry or a copy is wrong; DeviceError.
         """
         self._choose_copier(str(next(iter(kv_caches.values())).device))
-        self._views = {shard: [] for shard in self._held}
+        self._views, self._tensors = {shard: [] for shard in self._held}, []
         for part in self._geometry.parts:
             tensors = [self._blocks_of(kv_caches[name]) for name in part.layer_names]
             if len(self._held) > 1 and any(
@@ -159,6 +161,7 @@ class WorkerSide:
                     f"head_shards: the heads of {part.layer_names[0]} are not an axis that "
                     f"can be divided by {len(self._held)}"
                 )
+            self._tensors.append(tensors)
             plain = [
                 opaque_blocks(part.engine_group, head_split, block_axis=0)
                 for head_split in head_splits(tensors, len(self._held))
@@ -210,6 +213,7 @@ class WorkerSide:
 
     def begin(self, steps: Steps) -> None:
         self.end_reading()
+        self._zero(steps.zeroed)
         stored = self._stored
         if steps.storers is not None:
             stored = self._held if self._rank in steps.storers else range(0)
@@ -224,6 +228,16 @@ class WorkerSide:
             for shard in stored
         ]
         self._stored_last.update(store.request_id for store in steps.stores if store.last)
+
+    def _zero(self, blocks: list[list[int]]) -> None:
+        if not any(blocks):
+            return
+        import torch
+
+        with torch.inference_mode():
+            for tensors, ids in zip(self._tensors, blocks, strict=True):
+                for tensor, block in product(tensors, ids):
+                    tensor[block].zero_()
 
     def start_loads(self, steps: Steps) -> None:
         beside = [load for load in steps.loads if not load.inside]
