@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -96,6 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[VARIABLE] = str(until_the_end.enter_context(preloading()))
         until_the_end.callback(os.environ.pop, VARIABLE)
     until_the_end.enter_context(forking())
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kvhold-tests-state-")
 
 
