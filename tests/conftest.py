@@ -22,6 +22,7 @@ from kvhold_lab.engines.preloaded import VARIABLE, preloading
 from kvhold_lab.servers.programs import PACKAGES
 from tests.forks import forking
 from tests.measuring import Measuring, measured
+from tests.silence import SilenceWatch, hands_out_tests
 
 # Files whose tests are long and share nothing.
 SPREAD_FILES = ("tests/lab/simulation/test_simulation.py",)
@@ -90,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give nodes a state folder of the tests' own. Fork kvhold and engines from processes that have
     made the imports, which are most of a start.
     """
+    if hands_out_tests(config):
+        config.pluginmanager.register(SilenceWatch())
     measurement = measured()
     config.stash[MEASURING] = Measuring(measurement) if measurement is not None else None
     config.stash[UNTIL_THE_END] = until_the_end = ExitStack()
