@@ -76,6 +76,13 @@ def test_others_find_the_last_whole_block(engine: MakeEngine) -> None:
     assert decode(two, prompt, handed) == 1
 
 
+def test_an_end_expires(engine: MakeEngine) -> None:
+    one = engine(settings=patient(PATIENT))
+    prefill(one, make_prompt("expires", TOKENS))
+    ttls = {store.names.tail_tokens % BLOCK: store.store_options.ttl_s for store in one.stores}
+    assert ttls == {0: None, TOKENS % BLOCK: WITHIN_S}
+
+
 def test_requests_of_one_engine_end_with_blocks(engine: MakeEngine) -> None:
     one = engine()
     one.add("whole", make_prompt("whole", TOKENS))

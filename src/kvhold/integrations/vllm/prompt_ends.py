@@ -6,8 +6,10 @@ zeroed before the pass that computes its first token.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvhold.core.keys import ChunkNames
+from kvhold.core.store_options import StoreOptions
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.request_state import RequestState, Scheduled
 
@@ -15,12 +17,15 @@ from kvhold.integrations.vllm.request_state import RequestState, Scheduled
 class PromptEnds:
     """are_handed: by this engine. Else only whole blocks are stored and loaded"""
 
-    def __init__(self, geometry: Geometry, *, is_layerwise: bool, drafts: bool) -> None:
+    def __init__(
+        self, geometry: Geometry, *, is_layerwise: bool, drafts: bool, keep_s: float
+    ) -> None:
         self._geometry = geometry
         self._block = geometry.layout.tail_tokens
         self.are_handed = (
             geometry.whole_prompt_fits and bool(self._block) and not is_layerwise and not drafts
         )
+        self._keep_s = keep_s
         self._zeroed: list[list[int]] = []
 
     def begin_pass(self) -> None:
@@ -51,6 +56,13 @@ class PromptEnds:
         if not state.is_end_zeroed or state.tracker is None:
             return None
         return state.tracker.take_end()
+
+    def options_of(self, names: ChunkNames, options: StoreOptions) -> StoreOptions:
+        """An end is read once, so it soon expires."""
+        if not self._block or not names.tail_tokens % self._block:
+            return options
+        ttl_s = self._keep_s if options.ttl_s is None else min(self._keep_s, options.ttl_s)
+        return replace(options, ttl_s=ttl_s)
 
     def take_zeroed(self) -> list[list[int]]:
         """For each part, blocks to zero before the pass."""

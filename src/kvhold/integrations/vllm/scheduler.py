@@ -99,7 +99,12 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._inside: list[str] = []
         self._last_stores: list[Store] = []
-        self._ends = PromptEnds(geometry, is_layerwise=layerwise, drafts=draft_limit is not None)
+        self._ends = PromptEnds(
+            geometry,
+            is_layerwise=layerwise,
+            drafts=draft_limit is not None,
+            keep_s=config.client.handover_timeout_s,
+        )
         self.lookups = RequestLookups(
             config,
             namespace,
@@ -557,7 +562,7 @@ class SchedulerSide:
             request_state.request.request_id,
             names,
             ids,
-            request_state.rules.store_options,
+            self._ends.options_of(names, request_state.rules.store_options),
             last,
             self._adapter_of(request_state),
             request_state.trace_context,
