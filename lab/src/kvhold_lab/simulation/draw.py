@@ -147,7 +147,8 @@ def draw_intent(random: Random, prompt: Prompt) -> ComputeIntent:
 
 def draw_producer(random: Random, prompt: Prompt, request: str) -> ComputeIntent:
     cost = ComputeCost(request, prompt.num_tokens, token_s=random.choice((0.0, 0.1)))
-    return ComputeIntent(cost, waits=False, keep_s=random.choice((0.01, 0.5, 0.5, 3.0)))
+    keep_s = random.choice((0.01, 0.5, 0.5, 3.0))
+    return ComputeIntent(cost, waits=False, keep_s=keep_s, announces_tail=keep_s == 0.5)
 
 
 def draw_reader(random: Random, prompt: Prompt) -> ComputeIntent:
