@@ -239,3 +239,49 @@ async def test_a_taken_port_is_named(node: RunningNode) -> None:
         with pytest.raises(ConfigError, match=r"control\.listen: cannot listen on"):
             async with running_control(node.path, listen=f"127.0.0.1:{port}"):
                 pass
+
+
+async def test_a_certificate_gives_its_role(
+    node: RunningNode, files: dict[str, str], certificates: Certificates
+) -> None:
+    settings = {
+        "tls_cert": str(certificates.server),
+        "tls_key": str(certificates.server_key),
+        "tls_client_ca": str(certificates.ca),
+        "certificate_role": "operate",
+        "administer_token_file": files["administer_token_file"],
+    }
+    async with running_control(node.path, **settings) as control:
+        context = ssl.create_default_context(cafile=str(certificates.ca))
+        url = f"https://localhost:{control.server.port}/v1"
+        with pytest.raises(aiohttp.ClientError):
+            await control.tcp.get(f"{url}/status", ssl=context)
+        context.load_cert_chain(certificates.client, certificates.client_key)
+        asked = (
+            ("flush", {}, "", 200),
+            ("clear", {"all": True}, "", 403),
+            ("clear", {"all": True}, "administer", 200),
+        )
+        for name, body, role, wanted in asked:
+            async with control.tcp.post(
+                f"{url}/{name}", ssl=context, json=body, headers=bearer(role)
+            ) as response:
+                assert response.status == wanted, name
+        wrong = {"Authorization": "Bearer guessed"}
+        async with control.tcp.get(f"{url}/status", ssl=context, headers=wrong) as response:
+            assert response.status == 401
+
+
+def test_a_role_of_certificates_needs_an_authority() -> None:
+    def access(**settings: str) -> Access:
+        return Access(apply(ControlConfig(listen="0.0.0.0:1"), settings, source="test"), "0.0.0.0")
+
+    with pytest.raises(ConfigError, match=r"set control\.tls_client_ca"):
+        access(certificate_role="read")
+    with pytest.raises(ConfigError, match=r"or control\.certificate_role"):
+        access(tls_cert="a", tls_client_ca="b")
+    exposed = access(tls_cert="a", tls_client_ca="b", certificate_role="read")
+    assert exposed.caller_on_tcp("") == Caller(ControlRole.READ)
+    assert not exposed.needs_host_check
+    with pytest.raises(ConfigError, match="certificate_role"):
+        access(tls_cert="a", tls_client_ca="b", certificate_role="root")

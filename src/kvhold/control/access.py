@@ -1,5 +1,5 @@
-"""Roles: on TCP by tokens; without one, callers on loopback may read, unless reading needs one. The
-Unix socket needs none: only this user can open it.
+"""Roles: on TCP by tokens; without one, by a client's certificate, or callers on loopback may read,
+unless reading needs one. The Unix socket needs none: only this user can open it.
 """
 
 import hmac
@@ -62,16 +62,14 @@ class Access:
             self._tokens[digest] = file.caller
         needs_token = config.read_token_file or any(one.tenant for one in self._tokens.values())
         is_local = not host or is_loopback(host)
+        of_certificate = _certificate_role(config)
         if not is_local:
-            _check_exposed(config, has_tokens=bool(self._tokens))
-        self._role_without_token = (
-            ControlRole.READ if is_local and not needs_token else ControlRole.NONE
-        )
-
-    @property
-    def needs_host_check(self) -> bool:
+            _check_exposed(config, has_role=bool(self._tokens or of_certificate))
+        self.needs_host_check = is_local and not needs_token and not of_certificate
         """A page in a browser of this host could read answers under a name of its own."""
-        return self._role_without_token is not ControlRole.NONE
+        self._role_without_token = of_certificate or (
+            ControlRole.READ if self.needs_host_check else ControlRole.NONE
+        )
 
     def caller_on_tcp(self, authorization: str) -> Caller:
         """authorization: the header; a wrong token gives no role"""
@@ -106,12 +104,23 @@ def _tenant_files(name: str, role: ControlRole, pairs: Iterable[str]) -> Iterato
         yield _TokenFile(f"{where}.{tenant}", path, Caller(role, tenant))
 
 
-def _check_exposed(config: ControlConfig, *, has_tokens: bool) -> None:
+def _certificate_role(config: ControlConfig) -> ControlRole:
+    role = ControlRole[config.certificate_role.upper()]
+    if role and not config.tls_client_ca:
+        raise ConfigError(
+            f"control.certificate_role is {config.certificate_role!r}, but no certificate is asked "
+            "for; set control.tls_client_ca"
+        )
+    return role
+
+
+def _check_exposed(config: ControlConfig, *, has_role: bool) -> None:
     where = f"control.listen = {config.listen!r}"
-    if not has_tokens:
+    if not has_role:
         raise ConfigError(
             f"{where}: only the loopback interface is served without a token; set "
-            "control.read_token_file, control.operate_token_file or control.administer_token_file"
+            "control.read_token_file, control.operate_token_file or "
+            "control.administer_token_file, or control.certificate_role"
         )
     if not config.tls_cert and not config.insecure:
         raise ConfigError(

@@ -43,6 +43,11 @@ class ControlConfig:
     tls_client_ca: str = setting(
         "", "PEM file of the authorities that sign clients' certificates (mTLS)"
     )
+    certificate_role: str = setting(
+        "none",
+        "role of a client whose certificate control.tls_client_ca accepts, without a token",
+        choices=("none", "read", "operate", "administer"),
+    )
     insecure: bool = setting(
         False, "listen beyond loopback without TLS: others on the network can read the tokens"
     )
