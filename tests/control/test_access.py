@@ -257,7 +257,7 @@ async def test_a_certificate_gives_its_role(
         with pytest.raises(aiohttp.ClientError):
             await control.tcp.get(f"{url}/status", ssl=context)
         context.load_cert_chain(certificates.client, certificates.client_key)
-        asked = (
+        asked: tuple[tuple[str, dict[str, bool], str, int], ...] = (
             ("flush", {}, "", 200),
             ("clear", {"all": True}, "", 403),
             ("clear", {"all": True}, "administer", 200),
