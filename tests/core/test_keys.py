@@ -21,12 +21,12 @@ from kvhold.core.keys import (
     KeyParts,
     Namespace,
     Prompt,
-    as_tokens,
     make_key,
     split_key,
 )
 from kvhold.core.layout import Group, Layout
 from kvhold.core.naming import Facts
+from kvhold.core.token_ids import as_tokens
 
 GROUP = Group(layers=2, planes=2, heads=2, head_dim=8, dtype="float16")
 LAYOUT = Layout((GROUP,), tokens_per_chunk=4, tail_tokens=1)

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from kvhold.cache.query_limits import MOST_SPANS
 from kvhold.core.errors import ConfigError
-from kvhold.core.keys import Insert, Prompt, as_tokens
+from kvhold.core.keys import Insert, Prompt
 from kvhold.core.layout import CANONICAL, Layout
+from kvhold.core.token_ids import as_tokens
 from kvhold.kernels.rope import Rope
 
 _DTYPES = ("float32", "float16", "bfloat16")

@@ -7,10 +7,8 @@ the shard (docs/format.md).
 """
 
 from abc import ABC, abstractmethod
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -28,6 +26,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.naming import NO_FACTS, Facts, pack
 from kvhold.core.store_options import StoreOptions
 from kvhold.core.tags import tag_digests
+from kvhold.core.token_ids import as_tokens
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
@@ -251,35 +250,6 @@ def budget_tags(store_options: StoreOptions) -> tuple[tuple[str, str], ...]:
         return ()
     budget = ((_MAX_ERROR, store_options.max_error), (_MAX_BITS, store_options.max_bits))
     return tuple((name, repr(float(value))) for name, value in budget if value is not None)
-
-
-def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Contiguous int32. Raises ValueError: more axes, or no 32-bit integers."""
-    if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        with suppress(TypeError, OverflowError):
-            # three times as fast as signed, four times numpy
-            numbers = array("I")
-            numbers.fromlist(tokens)
-            unsigned = np.frombuffer(numbers, np.uintc)
-            if unsigned.max() <= np.iinfo(np.int32).max:
-                found = unsigned.view(np.intc).astype("<i4", copy=False)
-                found.flags.writeable = False
-                return found
-    found = np.asarray(tokens)
-    if found.size == 0:
-        return np.empty(0, dtype="<i4")
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens must be one axis of integers, not {found.dtype} with shape {found.shape}"
-        )
-    if found.dtype != np.dtype("<i4"):
-        if found.max() > np.iinfo(np.int32).max or found.min() < np.iinfo(np.int32).min:
-            raise ValueError("a token id does not fit 32 bits")
-        found = found.astype("<i4")
-    found = np.ascontiguousarray(found)
-    # the owner of a read-only view may still write
-    is_somebodys = found.base is not None and not found.flags.writeable
-    return found.copy() if is_somebodys else found
 
 
 def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]:
