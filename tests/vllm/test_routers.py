@@ -117,8 +117,8 @@ def hand_over(
 ) -> None:
     """Post prompts until one is handed over; any answer must be right.
 
-    is_named: the engines are told of each other. Then all but the last token is handed over, else
-    the whole blocks
+    is_named: the engines are told of each other. Then the whole prompt is handed over, whose last
+    token is computed again without being counted; else whole blocks
     """
     path = "/v1/chat/completions" if chat else "/v1/completions"
     counted = []
@@ -139,7 +139,7 @@ def hand_over(
             "local_cache_hit": 0,
             "external_kv_transfer": 0,
         }
-        handed = num_tokens - 1 if is_named else num_tokens // BLOCK * BLOCK
+        handed = num_tokens if is_named else num_tokens // BLOCK * BLOCK
         counted.append(decoded)
         if decoded == {
             "local_compute": num_tokens - handed,
@@ -185,10 +185,12 @@ class TestVLLMRouter:
         self, engines: Engines, router: VLLMRouter
     ) -> None:
         body = make_body(chat=False, streamed=False, num_tokens=BLOCK - 1)
-        before = prompt_tokens(engines.decode)["local_compute"]
+        before = prompt_tokens(engines.decode)
         answer = send(router.url, "/v1/completions", body)
         assert answer == send(f"http://{address(engines.alone)}", "/v1/completions", body)
-        assert prompt_tokens(engines.decode)["local_compute"] == before + 1
+        now = prompt_tokens(engines.decode)
+        assert now["local_compute"] == before["local_compute"]
+        assert now["external_kv_transfer"] == before["external_kv_transfer"] + BLOCK - 1
 
 
 @pytest.mark.vllm
