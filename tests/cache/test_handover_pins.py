@@ -115,6 +115,17 @@ def test_chunks_of_all_groups_and_shards_are_kept() -> None:
     assert memory.num_kept == 10 * 2 * 2
 
 
+def test_a_prompt_of_less_than_a_chunk_is_kept_until_it_is_read() -> None:
+    pressed, prompt = pressed_of(), SPACE.prompt(TEXT[:3])
+    pressed.hand_over(prompt)
+    pressed.press()
+    assert pressed.is_here(prompt)
+    assert pressed.num_kept == 1
+    pressed.cache.lookup("b", prompt, AWAITS)
+    assert pressed.ends == {"read": 1}
+    assert pressed.num_kept == 0
+
+
 class TestDeadline:
     def test_after_it_they_are_cache_like_any_other(self, memory: Pressed) -> None:
         memory.hand_over()
@@ -381,7 +392,3 @@ class TestEnds:
         assert memory.num_kept == CHUNKS - 1
         memory.cache.store("a", PROMPT)
         assert memory.num_kept == CHUNKS, "stored again"
-
-    def test_without_a_whole_chunk_nothing_is_kept(self, memory: Pressed) -> None:
-        memory.hand_over(SPACE.prompt(TEXT[:3]))
-        assert memory.num_kept == 0

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 
 from kvhold.cache.chores import Turns
-from kvhold.cache.index.names import chunk_names
+from kvhold.cache.index.names import chunk_names, tail_names
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.kept_chunks import KeptChunks, name_bytes, stored_names, suffixes
 from kvhold.core.keys import HASH_BYTES, NAME_BYTES, Query
@@ -141,6 +141,7 @@ class HandoverPins:
         if not self._by_last:
             return
         names = [name for _, name in islice(chunk_names(query), _MOST_KEYS)]
+        names = names or _longest_tail(query)
         for name in reversed(names):
             if (prompts := self._by_last.get(name)) is not None:
                 self._end(next(iter(prompts)), HandoverEnd.READ)
@@ -181,8 +182,8 @@ class HandoverPins:
         num_keys = len(layout.groups) * query.shards
         left = _MOST_CHUNKS - sum(len(prompt.names) for prompt in held.values())
         most = 0 if len(held) >= _MOST_PROMPTS else max(0, min(left, _MOST_KEYS // num_keys))
-        names = stored_names(query, most)
         num_whole = len(query.hashes) // HASH_BYTES
+        names = stored_names(query, most) if num_whole else _longest_tail(query)[:most]
         self._skip(max(0, num_whole - most) * num_keys, "too many")
         nbytes, free_bytes = name_bytes(query, layout), self._kept.free_bytes(query.namespace)
         for number, name in enumerate(names):
@@ -213,6 +214,10 @@ def _drop(prompts: _Prompts, name: bytes, prompt: _Prompt) -> None:
     del of_name[prompt]
     if not of_name:
         del prompts[name]
+
+
+def _longest_tail(query: Query) -> list[bytes]:
+    return [name for _, name in tail_names(query)][-1:]
 
 
 def _full_groups(layout: Layout) -> list[int]:

@@ -330,8 +330,8 @@ class CacheContract(CacheLookups, CacheSpans, CacheStores):
         assert read(cache, a_prompt(space, 40)) == read(cache, a_prompt(space, 40, seed=1)) == 40
 
     def test_a_tail_that_the_layout_does_not_allow_is_an_error(self, cache: Cache) -> None:
-        space = registered(cache, Namespace(model="model", layout=LAYOUTS["tails-in-blocks"]))
-        names = a_prompt(space, 16 + 8).chunks()
+        space = registered(cache, Namespace(model="model", layout=LAYOUTS["no-tails"]))
+        names = a_prompt(space, 16 + 16).chunks()
         with pytest.raises(KVHoldError, match="tail of 7 tokens"):
             cache.reserve(space.layout, ChunkNames(names.namespace, names.hashes, 7))
 
