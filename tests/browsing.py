@@ -1,6 +1,5 @@
 """A real Chromium for tests of pages."""
 
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -8,14 +7,13 @@ from typing import Any
 import pytest
 
 from tests.node.nodes import PATIENT_S
+from tests.programs import needed_package, needed_program
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed: make servers")
-    webdriver = pytest.importorskip("selenium.webdriver")
+    chromium, driver = needed_program("chromium"), needed_program("chromedriver")
+    webdriver = needed_package("selenium.webdriver")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):

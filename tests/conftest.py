@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvhold_lab.engines.preloaded import VARIABLE, preloading
-from kvhold_lab.servers.programs import PACKAGES
 from tests.forks import forking
 from tests.measuring import Measuring, measured
+from tests.programs import BROUGHT_BY
 from tests.silence import SilenceWatch, hands_out_tests
 
 # Files whose tests are long and share nothing.
@@ -242,7 +242,7 @@ def _require_programs(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     has_servers = "not server" not in session.config.option.markexpr
     if os.environ.get("CI") and has_servers and reporter is not None:
-        lacking = _missing_programs(reporter).keys() & PACKAGES.keys()
+        lacking = _missing_programs(reporter).keys() & BROUGHT_BY.keys()
         if lacking:
             reporter.write_line(f"CI installs {', '.join(sorted(lacking))}, and it is missing")
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR

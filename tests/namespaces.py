@@ -9,7 +9,6 @@ The namespaces are removed at the end, also those of a test run that was killed.
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+
+from tests.programs import needed_program
 
 _PREFIX = "kvt"
 _numbers = count()
@@ -51,8 +52,7 @@ class Host:
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed here: apt-get install iproute2")
+        needed_program(program)
     _remove_those_of_ended_runs()
     number = next(_numbers)
     names = [f"{_PREFIX}{os.getpid()}x{number}{letter}" for letter in "ab"]

@@ -6,11 +6,14 @@ import hashlib
 import io
 import os
 import platform
+import re
 import sys
 import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,8 @@ from kvhold_lab.servers import helm, programs
 from kvhold_lab.servers.base import free_port
 from kvhold_lab.servers.helm import find_helm, provide_helm
 from kvhold_lab.servers.programs import PACKAGES, VERBS, may_install, missing, provide
+from tests import conftest
+from tests.programs import BROUGHT_BY, needed_package, needed_program
 
 _APT = """#!/bin/sh
 echo "$@" >> {folder}/calls
@@ -155,3 +160,61 @@ def test_ports_may_be_asked_for_by_several_threads_at_once() -> None:
     finally:
         sys.setswitchinterval(usual_s)
     assert len(set(ports)) == len(ports)
+
+
+def skipped(*reasons: str) -> Any:
+    """A reporter of a run whose tests were skipped for these reasons."""
+    reports = [SimpleNamespace(longrepr=("a file", 1, f"Skipped: {one}")) for one in reasons]
+    lines: list[str] = []
+    return SimpleNamespace(stats={"skipped": reports}, lines=lines, write_line=lines.append)
+
+
+@pytest.mark.parametrize("name", BROUGHT_BY)
+def test_a_test_without_its_program_is_counted_and_ci_fails(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    with pytest.raises(pytest.skip.Exception) as skip:
+        needed_program(name)
+    reporter = skipped(str(skip.value), str(skip.value), "there is one core")
+    conftest.pytest_terminal_summary(reporter)
+    assert reporter.lines == [f"NOT INSTALLED: {name}: 2 tests were skipped"]
+    session: Any = SimpleNamespace(
+        exitstatus=0,
+        config=SimpleNamespace(
+            option=SimpleNamespace(markexpr="server"),
+            pluginmanager=SimpleNamespace(get_plugin=lambda _: reporter),
+        ),
+    )
+    monkeypatch.delenv("CI", raising=False)
+    conftest._require_programs(session)
+    assert session.exitstatus == 0
+    monkeypatch.setenv("CI", "1")
+    conftest._require_programs(session)
+    assert session.exitstatus != 0 and name in reporter.lines[-1]
+
+
+def test_a_program_that_is_there_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
+    (folder / "bin").mkdir()
+    program(folder, "promtool")
+    program(folder / "bin", "helm")
+    assert needed_program("promtool") == str(folder / "promtool")
+    assert needed_program("helm") == str(folder / "bin/helm")
+    assert needed_package("selenium.webdriver").__name__ == "selenium.webdriver"
+    monkeypatch.setitem(sys.modules, "compose_spec", None)
+    with pytest.raises(pytest.skip.Exception, match="compose_spec is not installed here"):
+        needed_package("compose_spec")
+
+
+def test_all_tests_look_for_programs_in_this_way() -> None:
+    here = Path(__file__)
+    others = [
+        file for file in here.parent.rglob("*.py") if file.name not in ("programs.py", here.name)
+    ]
+    assert len(others) > 500
+    for file in others:
+        text = file.read_text()
+        assert "shutil.which(" not in text, file
+        for reason in re.findall(r"(?:skip\(|reason=)f?\"([^\"]*)\"", text):
+            assert not re.search(r"\bnot (installed|found)(?! here: )", reason), (file, reason)

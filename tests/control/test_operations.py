@@ -2,19 +2,17 @@
 
 import asyncio
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kvhold.core.keys import Namespace
 from kvhold.core.naming import Facts
 from kvhold.testing.cache import PLAIN, a_prompt, store
 from tests.control.running import RunningControl, running_control, tokens_of
 from tests.node.nodes import RunningNode, run_kvhold
+from tests.programs import needed_program
 
 SPACE = Namespace(
     "content:1", PLAIN, facts=Facts.of({"vllm.dtype": "'float32'"}), title="/models/one"
@@ -268,9 +266,7 @@ async def _until_done(control: RunningControl, number: int) -> Any:
 
 
 async def test_prometheus_accepts_the_metrics(node: RunningNode) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed: make servers")
+    promtool = needed_program("promtool")
     client = node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64))

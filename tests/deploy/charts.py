@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from kvhold_lab.servers.helm import find_helm
 from tests.deploy.containers import Container
+from tests.programs import needed_program
 
 CHART = Path(__file__).parents[2] / "deploy/helm/kvhold"
 NAMESPACE = "serving"
@@ -75,9 +74,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    if (program := find_helm()) is None:
-        pytest.skip("helm is not installed: make servers")
-    return subprocess.run([program, *arguments], capture_output=True, text=True)
+    return subprocess.run([needed_program("helm"), *arguments], capture_output=True, text=True)
 
 
 def template(values: Mapping[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -36,6 +36,7 @@ from tests.deploy.charts import (
 )
 from tests.deploy.containers import Container, Place
 from tests.node.nodes import PATIENT, PATIENT_S, SPACE
+from tests.programs import needed_package
 
 EXAMPLE = CHART.parents[1] / "kubernetes/engine.yaml"
 OLDEST, NEWEST = "1.27", "1.37"
@@ -66,7 +67,7 @@ def secrets(certificates: Certificates) -> dict[str, str]:
 
 
 def check_schemas(objects: list[dict[str, Any]], version: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="pip install 'kvhold[dev]'")
+    validate = needed_package("kubernetes_validate")
     for one in objects:
         validate.validate(one, version, strict=True)
 

@@ -19,6 +19,7 @@ from kvhold.core.config import load_config
 from kvhold_lab.servers.base import free_port
 from tests.deploy.containers import Container, Place
 from tests.node.nodes import eventually
+from tests.programs import needed_package, needed_program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose"
@@ -42,14 +43,14 @@ BASE = services(COMPOSE / "compose.yaml")
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_file_is_one_of_the_compose_specification(file: Path) -> None:
-    compose_spec = pytest.importorskip("compose_spec", reason="pip install 'kvhold[dev]'")
+    compose_spec = needed_package("compose_spec")
     compose = compose_spec.PyCompose.from_yaml(file.read_text())
     compose.validate()
     assert compose.service_names() == list(services(file))
 
 
 def test_the_specification_refuses_what_is_none() -> None:
-    compose_spec = pytest.importorskip("compose_spec", reason="pip install 'kvhold[dev]'")
+    compose_spec = needed_package("compose_spec")
     with pytest.raises(Exception, match="imagge"):
         compose_spec.PyCompose.from_yaml("services: {a: {imagge: b}}")
 
@@ -102,8 +103,7 @@ def test_prometheus_accepts_its_settings_and_scrapes_the_api(tmp_path: Path) -> 
     config = load_config(file=COMPOSE / "kvhold.toml", environ={})
     assert job["static_configs"] == [{"targets": [config.control.listen]}]
     assert BASE["control"]["network_mode"] == BASE["prometheus"]["network_mode"] == "host"
-    if (promtool := shutil.which("promtool")) is None:
-        pytest.skip("promtool is not installed: make servers")
+    promtool = needed_program("promtool")
     for source, path in (("prometheus.yml", ""), ("../prometheus", "rules")):
         assert mounts(BASE["prometheus"])[f"/etc/prometheus/{path or source}"].endswith(source)
     shutil.copy(COMPOSE / "prometheus.yml", tmp_path)

@@ -1,6 +1,5 @@
 """The Dockerfile: what it names exists, and its images run as a user without rights."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from kvhold import __version__
 from kvhold.core.config import load_config
 from kvhold.core.secrets import is_secret_name
+from tests.programs import needed_program
 from tools.setup_env import VLLM
 
 ROOT = Path(__file__).parents[2]
@@ -58,10 +58,7 @@ def base_images() -> dict[str, str]:
 
 
 def test_the_linter_finds_nothing() -> None:
-    here = str(Path(sys.executable).parent)
-    linter = shutil.which("hadolint", path=os.pathsep.join([here, os.environ.get("PATH", "")]))
-    if linter is None:
-        pytest.skip("hadolint is not installed: pip install 'kvhold[dev]'")
+    linter = needed_program("hadolint")
     # DL3006: the tags of base images are in the arguments above
     done = subprocess.run(
         [linter, "--no-color", "--ignore", "DL3006", DOCKERFILE], capture_output=True, text=True

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from kvhold.core.config import Config, load_config
 from kvhold.core.metrics import TABLE
+from tests.programs import needed_program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted(DEPLOY.glob("systemd/*.service"))
@@ -28,12 +28,6 @@ def series(name: str) -> set[str]:
     if metric.kind == "histogram":
         return {f"{name}_{suffix}" for suffix in ("bucket", "count", "sum")}
     return {name}
-
-
-def program(name: str) -> str:
-    if (found := shutil.which(name)) is None:
-        pytest.skip(f"{name} is not installed: make servers")
-    return found
 
 
 def expressions() -> dict[str, str]:
@@ -61,7 +55,7 @@ def test_every_expression_uses_series_and_labels_that_exist() -> None:
 
 def test_prometheus_accepts_the_rules() -> None:
     checked = subprocess.run(
-        [program("promtool"), "check", "rules", str(RULES)], capture_output=True, text=True
+        [needed_program("promtool"), "check", "rules", str(RULES)], capture_output=True, text=True
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -72,7 +66,7 @@ def test_prometheus_accepts_the_settings_of_the_docs(tmp_path: Path) -> None:
     file = tmp_path / "prometheus.yml"
     file.write_text(settings)
     checked = subprocess.run(
-        [program("promtool"), "check", "config", "--syntax-only", str(file)],
+        [needed_program("promtool"), "check", "config", "--syntax-only", str(file)],
         capture_output=True,
         text=True,
     )
@@ -81,7 +75,7 @@ def test_prometheus_accepts_the_settings_of_the_docs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_accepts_the_units(unit: Path, tmp_path: Path) -> None:
-    verify = program("systemd-analyze")
+    verify = needed_program("systemd-analyze")
     command = Path(sys.executable).with_name("kvhold")
     for each in UNITS:
         text = each.read_text().replace("/usr/local/bin/kvhold", str(command))

@@ -15,12 +15,11 @@ from os import environ
 from pathlib import Path
 from typing import Any, Self
 
+from tests.programs import reason_without
 from tools.setup_env import dynamo_folder
 
 FOLDER = dynamo_folder(Path(sys.prefix))
-WHY_NOT = (
-    None if FOLDER.is_dir() else f"no ai-dynamo-runtime in {FOLDER.name}; `make setup` brings it"
-)
+WHY_NOT = None if FOLDER.is_dir() else reason_without("ai-dynamo-runtime")
 _WITHIN_S = 60.0  # only a hang takes so long
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import shlex
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvhold.integrations.sglang.names import engine_of
 from kvhold.integrations.sglang.settings import storage_settings
 from kvhold.integrations.sglang.tables import SERVER_ARGS
 from tests.node.nodes import RunningNode, eventually
+from tests.programs import find_program, reason_without
 from tests.sglang.engine import Controller, Tree
 from tests.sglang.pools import (
     LAYERS,
@@ -41,8 +41,8 @@ from tests.sglang.pools import (
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.skipif(
-        shutil.which("g++") is None,
-        reason="SGLang compiles its page hash with g++ when it is first used",
+        find_program("g++") is None,
+        reason=f"SGLang compiles its page hash at first use; {reason_without('g++')}",
     ),
 ]
 

@@ -407,7 +407,11 @@ class TestRealClient:
 
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
-        pytest.importorskip("infinistore", reason="pip install infinistore", exc_type=ImportError)
+        pytest.importorskip(
+            "infinistore",
+            reason="infinistore is not installed here: pip install infinistore",
+            exc_type=ImportError,
+        )
 
     def test_it_has_the_calls_that_are_made(self) -> None:
         from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection

@@ -30,6 +30,7 @@ from kvhold.tiers.registry import make_tier
 from kvhold.tiers.url import parse_url
 from kvhold_lab.servers.base import NotInstalled, free_port
 from kvhold_lab.servers.certificates import make_certificates
+from tests.programs import needed_program
 from tests.tiers.peer_places import PATIENT_S, checked, eventually, eventually_found, served
 
 pytestmark = pytest.mark.asyncio
@@ -455,11 +456,8 @@ async def test_the_hosts_resolver_is_asked() -> None:
 @pytest.fixture
 def own_network() -> list[str]:
     """The start of a command that runs in a network and with a /etc/resolv.conf of its own."""
-    command = ["unshare", "--user", "--map-root-user", "--mount", "--net"]
-    try:
-        done = subprocess.run([*command, "true"], capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("unshare is not installed here")
+    command = [needed_program("unshare"), "--user", "--map-root-user", "--mount", "--net"]
+    done = subprocess.run([*command, "true"], capture_output=True)
     if done.returncode:
         pytest.skip(f"no namespaces here: {done.stderr.decode(errors='replace').strip()}")
     return command

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvhold_lab.servers.base import ServerProcess, free_port
+from tests.programs import reason_without
 from tools.setup_env import router_folder
 
 FOLDER = router_folder(Path(sys.prefix))
-WHY_NOT = None if FOLDER.is_dir() else f"no vllm-router in {FOLDER.name}; `make setup` brings it"
+WHY_NOT = None if FOLDER.is_dir() else reason_without("vllm-router")
 
 
 class VLLMRouter(ServerProcess):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("anthropic", reason="no client of Anthropic in this environment")
+pytest.importorskip("anthropic", reason="anthropic is not installed here: make setup")
 
 import anthropic
 import openai

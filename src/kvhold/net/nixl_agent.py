@@ -10,7 +10,7 @@ import numpy as np
 
 from kvhold.net.remote_memory import ChannelFault, ReadPiece
 
-MISSING = "the package nixl is not installed: pip install 'kvhold[nixl]'"
+MISSING = "the package nixl is not installed here: pip install 'kvhold[nixl]'"
 _BACKEND = "UCX"
 _WORKERS = 1
 _PROGRESS_US = 1000  # with 0, its thread spins
