@@ -3,8 +3,10 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.setting import apply
 from kvhold.node import NodeClient
 from kvhold.testing.cache import store
-from tests.node.nodes import PATIENT_S
+from tests.node.nodes import PATIENT_S, RunningNode, clean_environ
 
 Answered = tuple[int, Any]
 
@@ -107,3 +109,22 @@ async def running_control(
     finally:
         server.stop()
         await serving
+
+
+@contextmanager
+def control_process(settings: Path, node: RunningNode) -> Iterator[str]:
+    """`kvhold control`. Yields its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvhold", "control", "--config", str(settings)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environ(KVHOLD_NODE_SOCKET=str(node.path)),
+    )
+    try:
+        assert process.stdout is not None
+        with process.stdout as said:
+            ready = said.readline()
+        yield ready.split()[-1]
+    finally:
+        process.terminate()
+        process.wait(PATIENT_S)

@@ -5,9 +5,8 @@ shell, against a node with a real vLLM; and what is refused there changes nothin
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 from kvhold.node import NodeClient
 from kvhold_lab.engines.engine import Engine, options_for
 from kvhold_lab.engines.models import make_model
-from tests.node.nodes import PATIENT_S, RunningNode, clean_environ, eventually
+from tests.control.running import control_process
+from tests.node.nodes import PATIENT_S, RunningNode, eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server]
 
@@ -68,25 +68,6 @@ class Served:
         return status["namespaces"], status["chunks"], jobs, pins
 
 
-@contextmanager
-def control(settings: Path, node: RunningNode) -> Iterator[str]:
-    """`kvhold control`. Yields its URL."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvhold", "control", "--config", str(settings)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=clean_environ(KVHOLD_NODE_SOCKET=str(node.path)),
-    )
-    try:
-        assert process.stdout is not None
-        with process.stdout as said:
-            ready = said.readline()
-        yield ready.split()[-1]
-    finally:
-        process.terminate()
-        process.wait(PATIENT_S)
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
@@ -113,7 +94,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         eventually(lambda: client.status()["chunks"] >= len(PROMPT) // CHUNK)
         assert client.flush(deadline_s=PATIENT_S)
         [space] = client.names()[0]
-        url = stack.enter_context(control(settings, node))
+        url = stack.enter_context(control_process(settings, node))
         tokens = {name: f"t-{name}" for name in TOKENS}
         yield Served(client, folder / "control.sock", url, space.digest.hex()[:12], tokens)
 
