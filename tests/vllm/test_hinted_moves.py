@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,16 @@ from kvhold.integrations.vllm.hinted_moves import HintedMoves
 from kvhold.node import NodeClient
 from kvhold.node.namespaces import namespace_for_prompts
 from kvhold.testing.cache import a_prompt, store
-from kvhold_lab.engines.engine import Engine, options_for
-from kvhold_lab.engines.models import make_model
 from kvhold_lab.servers.base import NotInstalled
 from kvhold_lab.servers.redis import RedisServer
 from tests.node.fleets import Fleet, found_tokens, joined, peers, port_of
-from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually
+from tests.node.nodes import PATIENT_S, SPACE, eventually
+from tests.vllm.hinting import ask, engine_on
 
 pytestmark = pytest.mark.vllm
 
 FETCH = Hint("f", "", HintAction.FETCH)
 SHARE = Hint("s", "", HintAction.SHARE)
-CHUNK = 64
 
 
 @pytest.fixture
@@ -193,44 +192,6 @@ def test_moves_have_a_limit(
     assert not moves[0].reserve()
 
 
-def engine_on(node: RunningNode) -> Engine:
-    model = make_model("tiny")
-    connector = {
-        "kv_connector": "KVHoldConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "tokens_per_chunk": CHUNK,
-            "rules": {"plan": False},
-            "hints": {"actions": "pin retain prefetch demote share fetch"},
-            "node": {"socket": str(node.path)},
-            "client": {"reconnect_interval_s": 0.1, "call_timeout_s": 30},
-        },
-    }
-    return Engine(
-        options_for(
-            model,
-            kv_transfer_config=connector,
-            max_model_len=2048,
-            block_size=32,
-            kv_cache_bytes=8 * 2048 * model.kv_bytes_per_token,
-            num_threads=1,
-        )
-    )
-
-
-def ask(engine: Engine, prompt: list[int], *hints: dict[str, Any], **rules: Any) -> list[Any]:
-    """The answers without their fields, from the first request that the node answers in time."""
-    rules["hints"] = list(hints)
-    for _ in range(20):
-        output = engine.generate(prompt, max_tokens=2, rules=rules)
-        answers: list[Any] = list(output.kv_transfer_params["kvhold_hints"])
-        if not any(answer.get("reason") == "the node has not answered yet" for answer in answers):
-            break
-    for answer in answers:
-        answer.pop("field")
-    return answers
-
-
 def test_all_actions_of_a_real_engine_across_memory_disk_and_a_peer(
     fleet: Fleet, tmp_path: Path
 ) -> None:
@@ -281,9 +242,16 @@ def test_all_actions_of_a_real_engine_across_memory_disk_and_a_peer(
             "tier: the node has no tier 'nothing'",
         )
         assert client.flush(deadline_s=PATIENT_S)
-        for named, place in (({"tier": "fs"}, "fs"), ({}, "disk")):
+
+        def fetched(named: dict[str, str]) -> Any:
+            """The answer, unless the request ended first."""
+            eventually(lambda: client.status()["held"]["tickets"] == 0)
             leave_memory(client, "disk", query_of(client, namespace.hex(), theirs))
             [answer] = ask(engine, theirs, fetch | named, store=False)
+            return answer if answer["outcome"] != "deferred" else None
+
+        for named, place in (({"tier": "fs"}, "fs"), ({}, "disk")):
+            answer = eventually(partial(fetched, named))
             assert (answer["outcome"], answer["sources"]) == ("accepted", {place: 640})
         [answer] = ask(engine, theirs, fetch, store=False)
         assert answer["sources"] == {"ram": 640}
