@@ -32,7 +32,7 @@ def add(history: History, clock: Clock, value: float, *, run: str = "a", used: f
     samples = [
         MetricSample(HITS, ("ram",), value),
         MetricSample("kvhold_arena_used_bytes", (), used),
-        MetricSample("kvhold_tier_seconds", ("d", "get"), 1.0, (1,)),
+        MetricSample("kvhold_tier_seconds", ("d", "get", "1MiB"), 1.0, (1,)),
         MetricSample("of_another_version", (), 1.0),
     ]
     history.add(clock.now, run, samples)

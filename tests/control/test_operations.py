@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.naming import Facts
 from kvhold.testing.cache import PLAIN, a_prompt, store
 from tests.control.running import RunningControl, running_control, tokens_of
-from tests.node.nodes import RunningNode, run_kvhold
+from tests.node.nodes import PATIENT_S, RunningNode, run_kvhold
 from tests.programs import needed_program
 
 SPACE = Namespace(
@@ -265,13 +266,21 @@ async def _until_done(control: RunningControl, number: int) -> Any:
     raise AssertionError("the job does not end")
 
 
-async def test_prometheus_accepts_the_metrics(node: RunningNode) -> None:
+async def test_prometheus_accepts_the_metrics(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
     promtool = needed_program("promtool")
+    settings = tmp_path / "kvhold.toml"
+    settings.write_text(f'tiers = ["disk://{tmp_path}/disk?max_bytes=64MiB"]\n')
+    node = start_node("--config", str(settings))
     client = node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64))
+    assert client.flush(deadline_s=PATIENT_S)
     async with running_control(node.path) as control:
         _, text = await control.ask("GET", "/metrics")
+    sizes = set(re.findall(r'kvhold_tier_seconds_count\{operation="put",size="(\w+)"', text))
+    assert sizes and sizes <= {"64KiB", "1MiB"}
     checked = await asyncio.to_thread(
         subprocess.run, [promtool, "check", "metrics"], input=text, capture_output=True, text=True
     )

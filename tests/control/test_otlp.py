@@ -71,7 +71,7 @@ async def test_the_metrics_are_sent_under_their_names(
 def test_a_histograms_buckets_are_not_cumulative() -> None:
     metrics = Metrics()
     for seconds in (0.0005, 0.003, 0.003, 31.0):
-        metrics.observe("kvhold_tier_seconds", seconds, tier="disk", operation="get")
+        metrics.observe("kvhold_tier_seconds", seconds, tier="disk", operation="get", size="1MiB")
     (sample,) = metrics.samples()
     point = _histogram(
         sample.metric,
@@ -86,7 +86,7 @@ def test_a_histograms_buckets_are_not_cumulative() -> None:
         float("inf"): 1,
     }
     assert (point.count, point.sum) == (4, pytest.approx(31.0065))
-    assert point.attributes == {"tier": "disk", "operation": "get"}
+    assert point.attributes == {"tier": "disk", "operation": "get", "size": "1MiB"}
 
 
 async def test_an_export_can_be_off_and_a_wrong_one_is_refused(

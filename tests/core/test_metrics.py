@@ -65,7 +65,7 @@ class TestMetrics:
     def test_a_histogram_counts_what_is_at_most_each_bucket(self) -> None:
         metrics = Metrics()
         for seconds in (0.0004, 0.0005, 0.3, 100):
-            metrics.observe("kvhold_tier_seconds", seconds, tier="redis", operation="get")
+            metrics.observe("kvhold_tier_seconds", seconds, tier="r", operation="get", size="1MiB")
         (sample,) = metrics.samples()
         at_most = dict(zip((*sample.metric.buckets, None), sample.counts, strict=True))
         assert (
@@ -77,8 +77,8 @@ class TestMetrics:
             at_most[None],
         ) == (2, 2, 2, 3, 3, 4)
         assert metrics.as_dict() == {
-            "kvhold_tier_seconds_count{tier=redis,operation=get}": 4,
-            "kvhold_tier_seconds_sum{tier=redis,operation=get}": pytest.approx(100.3009),
+            "kvhold_tier_seconds_count{tier=r,operation=get,size=1MiB}": 4,
+            "kvhold_tier_seconds_sum{tier=r,operation=get,size=1MiB}": pytest.approx(100.3009),
         }
 
     def test_samples_come_in_the_order_of_the_table(self) -> None:
@@ -140,7 +140,7 @@ def test_samples_of_several_threads_are_added() -> None:
     one, two = Metrics(), Metrics()
     for metrics, value in ((one, 0.001), (two, 0.3)):
         metrics.add("kvhold_lookup_tokens", 5)
-        metrics.observe("kvhold_tier_seconds", value, tier="d", operation="get")
+        metrics.observe("kvhold_tier_seconds", value, tier="d", operation="probe", size="")
     two.add("kvhold_stored_chunks")
     found = {sample.metric.name: sample for sample in merged_samples([one, two])}
     assert found.keys() == {"kvhold_lookup_tokens", "kvhold_tier_seconds", "kvhold_stored_chunks"}

@@ -83,8 +83,8 @@ def test_any_counters_can_be_shown(data: st.DataObject) -> None:
         "kvhold_hit_tokens{source=ram}",
         "kvhold_hit_tokens{source=disk}",
         "kvhold_missed_tokens{reason=evicted}",
-        "kvhold_tier_seconds_count{tier=disk,operation=get}",
-        "kvhold_tier_seconds_sum{tier=disk,operation=get}",
+        "kvhold_tier_seconds_count{tier=disk,operation=get,size=1MiB}",
+        "kvhold_tier_seconds_sum{tier=disk,operation=get,size=1MiB}",
         "kvhold_tier_queued_chunks{tier=disk}",
     ]
 

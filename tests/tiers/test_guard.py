@@ -18,6 +18,7 @@ from kvhold.core.errors import (
 from kvhold.core.metrics import Metrics
 from kvhold.testing.tier import make_key
 from kvhold.tiers.base import Parts
+from kvhold.tiers.calls import TierCall
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.guard_config import GuardConfig
 from tests.tiers.memory import MemoryTier, Place, a_place
@@ -155,6 +156,45 @@ async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:
         for operation in ("put", "get", "replace")
     } == {12}
     assert bench.guard.status()["last_fault"] == ""
+
+
+async def test_durations_are_counted_by_operation_and_size(bench: Bench) -> None:
+    for operation in ("probe", "put", "get", "replace", "delete"):
+        await bench.call(operation)
+    large = memoryview(bytes(65_536))
+    await bench.guard.put([(KEYS[0], [large, large[:1]])])
+    await bench.guard.put([(KEYS[0], [large[:1], large[1:]])])
+    assert {
+        sample.labels[1:]: sample.counts[-1]
+        for sample in bench.metrics.samples()
+        if sample.metric.name == "kvhold_tier_seconds"
+    } == {
+        ("probe", ""): 1,
+        ("put", "64KiB"): 2,
+        ("put", "1MiB"): 1,
+        ("get", "64KiB"): 1,
+        ("replace", "64KiB"): 1,
+        ("delete", ""): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size"),
+    [
+        (0, ""),
+        (1, "64KiB"),
+        (1 << 20, "1MiB"),
+        ((1 << 20) + 1, "16MiB"),
+        (16 << 20, "16MiB"),
+        ((16 << 20) + 1, "larger"),
+        (1 << 50, "larger"),
+    ],
+)
+async def test_there_are_five_sizes_of_calls(nbytes: int, size: str) -> None:
+    metrics = Metrics()
+    TierCall[None]("get", 1, 1.0, nbytes).observe(metrics, "t", 0.5)
+    (sample,) = metrics.samples()
+    assert sample.labels == ("t", "get", size)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)

@@ -161,8 +161,13 @@ class _Rates:
         return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
     def mean_ms(self, name: str, labels: str) -> float | None:
-        calls = self.change(f"{name}_count{{{labels}}}")
-        return 1e3 * self.change(f"{name}_sum{{{labels}}}") / calls if calls else None
+        calls, seconds = (
+            sum(
+                self.change(key) for key in self._now if key.startswith(f"{name}_{part}{{{labels},")
+            )
+            for part in ("count", "sum")
+        )
+        return 1e3 * seconds / calls if calls else None
 
 
 def _counters(status: NodeStatus) -> dict[str, float]:

@@ -260,8 +260,8 @@ TABLE = {
             "kvhold_tier_seconds",
             "histogram",
             "seconds",
-            ("tier", "operation"),
-            "Duration of a tier's calls.",
+            ("tier", "operation", "size"),
+            "Duration of a tier's calls, by the bytes to read or write.",
             _SECONDS,
         ),
         Metric(

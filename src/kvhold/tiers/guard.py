@@ -161,7 +161,9 @@ class Guard:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> TierOutcome[int | None]:
-        call = TierCall[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
+        call = TierCall[list[int | TierError | None]](
+            "get", len(keys), self.config.get_timeout_s, sum(map(size_of, into))
+        )
         tier, origins = self._tier, list[Origin | None]([None]) * len(keys)
         failure = await self.run(
             call,
@@ -195,7 +197,10 @@ class Guard:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> TierOutcome[bool]:
-        call = TierCall[list[TierError | None]]("put", len(items), self.config.put_timeout_s)
+        nbytes = sum(size_of(parts) for _, parts in items)
+        call = TierCall[list[TierError | None]](
+            "put", len(items), self.config.put_timeout_s, nbytes
+        )
         tier = self._tier
         put = (
             tier.putting(items, ttl_s=ttl_s)
@@ -234,14 +239,14 @@ class Guard:
 
         names: taken before the read, so that no value from before a clear replaces a later one
         """
-        call = TierCall[list[bool | TierError]]("replace", len(items), self.config.put_timeout_s)
+        nbytes = sum(size_of(parts) for _, parts in items)
+        call = TierCall[list[bool | TierError]](
+            "replace", len(items), self.config.put_timeout_s, nbytes
+        )
         tier = self._tier
         if names is not None and isinstance(tier, GenerationTier):
-            shared, named = (
-                tier,
-                [(name, parts) for name, (_, parts) in zip(names, items, strict=True)],
-            )
-            await self._run_write(call, lambda: shared.replace_named(named))
+            named = [(name, parts) for name, (_, parts) in zip(names, items, strict=True)]
+            await self._run_write(call, partial(tier.replace_named, named))
         else:
             await self._run_write(call, lambda: replace(tier, items))
         answers: Sequence[bool | TierError | None] = (
@@ -437,9 +442,7 @@ class Guard:
             or not self.available
         ):
             return first
-        if call.pending is not None:
-            return first
-        if now() - call.began_s >= call.deadline_s:
+        if call.pending is not None or now() - call.began_s >= call.deadline_s:
             return first
         return await self._attempt(call, work)
 
@@ -479,9 +482,7 @@ class Guard:
                 if not task.done():
                     self._watch(task, call)
             raise
-        self._metrics.observe(
-            "kvhold_tier_seconds", now() - began_s, tier=self.name, operation=call.operation
-        )
+        call.observe(self._metrics, self.name, now() - began_s)
         if not task.done():
             task.cancel()
             call.pending = task
