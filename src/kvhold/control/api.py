@@ -10,6 +10,7 @@ from kvhold.control.advice import ReasonRow, reason_rows
 from kvhold.control.checksums import PromptChecksums, checksums_of
 from kvhold.control.history import HistoryAnswer
 from kvhold.control.jobs import JobRequest, JobRow, Jobs, MoveRequest
+from kvhold.control.latency_history import LatenciesAnswer
 from kvhold.control.node import ControlledNode
 from kvhold.control.pins import PinRequest, PinRow, PromptPins
 from kvhold.control.recorder import Recorder
@@ -336,6 +337,9 @@ class ControlApi:
 
     async def shares(self, by: str = "tenant", since_s: str = "3600") -> SharesAnswer:
         return await self._history().read_shares(by, since_s, None)
+
+    async def latencies(self, since_s: str = "3600") -> LatenciesAnswer:
+        return await self._history().read_latencies(since_s)
 
     def _history(self) -> Recorder:
         if self._recorder is None:

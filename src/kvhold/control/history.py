@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from kvhold.control.latency_history import LatenciesAnswer, LatencyHistory
 from kvhold.control.share_history import ShareHistory, SharesAnswer
 from kvhold.control.time_grid import COARSE, COARSE_STEP_S, FINE, LEVELS, TimeGrid
 from kvhold.core.errors import ConfigError
@@ -61,6 +62,7 @@ class History:
             path.replace(path.with_suffix(".damaged"))
             self._database = self._open()
         self._shares = ShareHistory(self._database)
+        self._latencies = LatencyHistory(self._database)
         self._ids = {
             name: number for number, name in self._database.execute("SELECT id, name FROM series")
         }
@@ -69,11 +71,12 @@ class History:
         self,
         at_s: float,
         run: str,
-        samples: Iterable[MetricSample],
+        samples: Sequence[MetricSample],
         shares: Sequence[LookupShare] = (),
     ) -> None:
         """run: of the node; another one's counters begin at 0"""
         self._shares.add(at_s, run, shares)
+        self._latencies.add(at_s, run, samples)
         counters, gauges = self._changes(run, samples)
         at = int(at_s)
         coarse = at - at % COARSE_STEP_S
@@ -114,6 +117,9 @@ class History:
     def read_shares(self, kind: str, since_s: float, tenant: str | None) -> SharesAnswer:
         grid = TimeGrid(int(since_s), int(self._clock()))
         return self._shares.read(kind, grid, tenant=tenant)
+
+    def read_latencies(self, since_s: float) -> LatenciesAnswer:
+        return self._latencies.read(TimeGrid(int(since_s), int(self._clock())))
 
     def save_job(self, number: int, row: str) -> None:
         with self._database:
@@ -181,6 +187,7 @@ class History:
                 "DELETE FROM points WHERE level = ? AND at < ?", (level, now - kept_s)
             )
         self._shares.prune(now)
+        self._latencies.prune(now)
 
 
 def _flat(name: str, labels: Sequence[str], values: Sequence[str]) -> str:

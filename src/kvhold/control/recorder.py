@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from kvhold.control.exposition import state_samples
 from kvhold.control.history import History, HistoryAnswer
+from kvhold.control.latency_history import LatenciesAnswer
 from kvhold.control.node import ControlledNode
 from kvhold.control.refusals import ControlRefusal
 from kvhold.control.share_history import KINDS, SharesAnswer
@@ -66,6 +67,11 @@ class Recorder:
             raise _bad(f"by = {by[:20]!r}: must be one of {', '.join(KINDS)}")
         seconds = _seconds(since_s)
         return await self._in_thread(lambda history: history.read_shares(by, seconds, tenant))
+
+    async def read_latencies(self, since_s: str) -> LatenciesAnswer:
+        """Raises ControlRefusal."""
+        seconds = _seconds(since_s)
+        return await self._in_thread(lambda history: history.read_latencies(seconds))
 
     async def close(self) -> None:
         if self._task is not None:

@@ -7,6 +7,7 @@ from kvhold.control.access import ControlRole, ForTenants
 from kvhold.control.checksums import PromptChecksums
 from kvhold.control.history import HistoryAnswer
 from kvhold.control.jobs import JobRow
+from kvhold.control.latency_history import LatenciesAnswer
 from kvhold.control.lmcache_routes import LMCACHE_ROUTES
 from kvhold.control.pins import PinRow
 from kvhold.control.route import Route
@@ -104,6 +105,16 @@ ROUTES = (
             "metrics": "Their names, with commas between; counters and gauges.",
             "since_s": "Seconds back from now; at most 30 days.",
         },
+    ),
+    Route(
+        "GET",
+        "/v1/latencies",
+        ControlRole.READ,
+        ForTenants.NEVER,
+        "Median and p99 of tiers' calls over time.",
+        LatenciesAnswer,
+        _API.latencies,
+        query={"since_s": "Seconds back from now; at most 30 days."},
     ),
     Route(
         "GET",

@@ -4,12 +4,13 @@
 const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#06b6d4", "#ec4899",
   "#84cc16", "#6366f1", "#f97316", "#14b8a6", "#a855f7"];
 const METRICS = ["kvhold_hit_tokens", "kvhold_missed_tokens", "kvhold_lookup_tokens",
-  "kvhold_arena_used_bytes", "kvhold_arena_bytes"];
+  "kvhold_arena_used_bytes", "kvhold_arena_bytes", "kvhold_tier_available"];
 const EVERY_MS = 10000;
 const HELD_EVERY_MS = 60000;
 const SVG = "http://www.w3.org/2000/svg";
 let since = 21600;
 let by = "tenant";
+let call = "get";
 let opened = "";
 let openedReason = "";
 let heldAt = 0;
@@ -276,10 +277,21 @@ function canBeOpened(row, open) {
   row.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
 }
 
-function showTiers(status) {
-  table(at("tiers"), ["tier", "state", "codec", "used", "its index", "waiting clears", "last fault"],
+function showTiers(status, history, latencies) {
+  const used = byLabel(history, "kvhold_tier_available");
+  const known = (name) => (used[name] || []).filter((value) => value !== null);
+  const taken = (name, operation) => {
+    const row = latencies.latencies.find((one) => one.tier === name && one.operation === operation);
+    return number(row ? `${duration(row.median_s)} / ${duration(row.p99_s)}` : "–");
+  };
+  const lines = latencies.latencies.filter((row) => row.operation === call)
+    .flatMap((row) => [[`${row.tier}, median`, row.medians_s], [`${row.tier}, p99`, row.p99s_s]]);
+  chart(at("latencies"), latencies.at_s, Object.fromEntries(lines), { format: duration });
+  table(at("tiers"), ["tier", "state", "available", "probe", "get", "put", "codec", "used", "its index", "waiting clears", "last fault"],
     (status.tiers || []).map((tier) => [
-      tier.name, state(tier.available, tier.available ? "in use" : "not used"), tier.codec || "",
+      tier.name, state(tier.available, tier.available ? "in use" : "not used"),
+      number(share(sum(known(tier.name)), known(tier.name).length)),
+      taken(tier.name, "probe"), taken(tier.name, "get"), taken(tier.name, "put"), tier.codec || "",
       number(bytes(tier.used_bytes)), number(bytes(tier.index_bytes)), number(String(tier.pending_clears)),
       tier.last_fault]), "only memory: no tiers are configured");
 }
@@ -392,7 +404,7 @@ async function askForAll(path) {
   }
 }
 
-function showAll(status, history, clients, reasons, namespaces) {
+function showAll(status, history, latencies, clients, reasons, namespaces) {
   at("node").textContent = `node ${status.pid}, kvhold ${status.version}, up ${duration(status.uptime_s)}`;
   const hits = byLabel(history, "kvhold_hit_tokens");
   const missed = byLabel(history, "kvhold_missed_tokens");
@@ -406,7 +418,7 @@ function showAll(status, history, clients, reasons, namespaces) {
   chart(at("memory"), history.at_s, used ? { "": used } : {}, { most: status.arena_bytes, format: bytes });
   showNumbers(status, sum(looked) ? Math.min(1, sum(found) / sum(looked)) : null);
   showReasons(missed, reasons.reasons, status, namespaces);
-  showTiers(status);
+  showTiers(status, history, latencies);
   showPeers(status);
   table(at("clients"), ["id", "name", "process", "heard", "hits", "leases", "writes", "memory", "state"],
     clients.clients.slice(0, 300).map((one) => [
@@ -421,14 +433,14 @@ async function show() {
   try {
     const askedHeld = Date.now() - heldAt > HELD_EVERY_MS;
     const find = encodeURIComponent(at("find").value);
-    const [status, history, clients, shares, held, prompts, reasons, namespaces, pins, decisions] = await Promise.all([
-      askForAll("v1/status"), askForAll(`v1/history?since_s=${since}&metrics=${METRICS.join(",")}`), askForAll("v1/clients"),
+    const [status, history, latencies, clients, shares, held, prompts, reasons, namespaces, pins, decisions] = await Promise.all([
+      askForAll("v1/status"), askForAll(`v1/history?since_s=${since}&metrics=${METRICS.join(",")}`), askForAll(`v1/latencies?since_s=${since}`), askForAll("v1/clients"),
       ask(`v1/shares?by=${by}&since_s=${since}`), askedHeld && ask("v1/held"), ask("v1/prompts"), ask("v1/reasons"),
       ask("v1/namespaces"), ask("v1/pins"), ask(`v1/decisions?request=${find}`)]);
     if (turn !== shows) return; // a later one has begun
     at("problem").hidden = at("login").hidden = true;
     document.querySelectorAll("[data-all]").forEach((one) => { one.hidden = !status; });
-    if (status) showAll(status, history, clients, reasons, namespaces);
+    if (status) showAll(status, history, latencies, clients, reasons, namespaces);
     else at("node").textContent = "the tenant of the token";
     showShares(shares);
     showPrompts(prompts.prompts);
@@ -462,6 +474,7 @@ function onChoice(name, choose) {
 
 onChoice("since", (chosen) => { since = Number(chosen); });
 onChoice("by", (chosen) => { by = chosen; });
+onChoice("call", (chosen) => { call = chosen; });
 at("login").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("token", at("token").value);
