@@ -27,13 +27,17 @@ from kvhold.core.router_events import (
     RouterEvent,
     StoredBlocks,
 )
-from kvhold.node import router_publisher
+from kvhold.node import router_ledger, router_publisher
 from kvhold.node.router_ledger import RouterLedger
 from kvhold.node.router_publisher import RouterPublisher
 from tests.node.dynamo import WHY_NOT, DynamoIndexer
 
 BLOCK = 4
-MEDIA = {0: "CPU", 1: "STORAGE", 2: "STORAGE"}
+PLACES: dict[tuple[str | None, str | None], str] = {
+    ("CPU", "LOCAL"): "CPU",
+    ("STORAGE", "LOCAL"): "STORAGE",
+    ("STORAGE", "REMOTE"): "REMOTE",
+}
 _batches = msgspec.msgpack.Decoder(RouterBatch)
 
 
@@ -58,7 +62,7 @@ class RouterIndex:
     """What a router believes: blocks by medium."""
 
     def __init__(self) -> None:
-        self.blocks: dict[str, set[BlockHash]] = {"CPU": set(), "STORAGE": set()}
+        self.blocks: dict[str, set[BlockHash]] = {"CPU": set(), "STORAGE": set(), "REMOTE": set()}
         self.tokens: dict[BlockHash, list[int]] = {}
 
     def read(self, events: list[RouterEvent]) -> None:
@@ -66,8 +70,8 @@ class RouterIndex:
             if isinstance(event, ClearedBlocks):
                 self.__init__()  # type: ignore[misc]
                 continue
-            assert event.medium is not None and event.locality == "LOCAL"
-            place = self.blocks[event.medium]
+            where = event.medium, event.locality
+            place = self.blocks[PLACES[where]]
             if isinstance(event, RemovedBlocks):
                 assert place.issuperset(event.block_hashes)
                 place.difference_update(event.block_hashes)
@@ -83,13 +87,14 @@ class RouterIndex:
 def start(tmp_path: Path) -> Iterator[Callable[..., RouterPublisher]]:
     made: list[RouterPublisher] = []
 
-    def start_publisher(**changes: Any) -> RouterPublisher:
+    def start_publisher(*, runs: bool = True, **changes: Any) -> RouterPublisher:
         settings = {
             "publish": f"ipc://{tmp_path}/events",
             "replay": f"ipc://{tmp_path}/replay",
         } | changes
         made.append(RouterPublisher(EventsConfig(**settings), Metrics()))
-        made[-1].start()
+        if runs:
+            made[-1].start()
         return made[-1]
 
     yield start_publisher
@@ -142,9 +147,14 @@ def test_what_is_announced_is_there(seed: int) -> None:
     }
     said = 0
     for _ in range(300):
-        number, place, shard = rng.randrange(10), rng.randrange(3), rng.randrange(2)
+        number, place, shard = rng.randrange(10), rng.randrange(-4, 3), rng.randrange(2)
         present ^= {(number, place, shard)}
         ledger.move(key_of(number, 0, shard), place, present=(number, place, shard) in present)
+        if rng.random() < 0.05:  # a clear of all, or of a chunk
+            store, cleared = rng.randrange(-4, 0), rng.choice([None, rng.randrange(10)])
+            prefix = b"" if cleared is None else name_of(cleared)
+            ledger.move(prefix, store, present=False)
+            present -= {one for one in present if one[1] == store and cleared in (None, one[0])}
         if rng.random() < 0.5:
             described = rng.randrange(10)
             tokens = 10_000 * (described // 2)
@@ -164,9 +174,9 @@ def test_what_is_announced_is_there(seed: int) -> None:
         events = ledger.changes()
         said += len(events)
         index.read(events)
-        expected: dict[str, set[BlockHash]] = {"CPU": set(), "STORAGE": set()}
+        expected: dict[str, set[BlockHash]] = {"CPU": set(), "STORAGE": set(), "REMOTE": set()}
         for each in range(10):
-            for medium, places in (("CPU", {0}), ("STORAGE", {1, 2})):
+            for medium, places in (("CPU", {0}), ("STORAGE", {1, 2}), ("REMOTE", range(-4, 0))):
                 if ledger.has(name_of(each)) and all(
                     any((each, place, shard) in present for place in places) for shard in range(2)
                 ):
@@ -174,6 +184,46 @@ def test_what_is_announced_is_there(seed: int) -> None:
         assert index.blocks == expected
     assert said > 100
     assert 0 < ledger.nbytes <= 9_000 and len(ledger) < 10
+
+
+def test_a_value_seen_in_a_store_waits_for_its_description(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_ledger, "_MOST_EARLY", 2)
+    ledger, index = RouterLedger(1 << 20, lambda _: None), RouterIndex()
+    for number in (1, 2, 3, 4):
+        ledger.move(key_of(number), -1, present=True)
+        ledger.move(key_of(number + 100), -1, present=False)
+    ledger.move(key_of(3), -2, present=True)
+    ledger.move(key_of(3), -1, present=False)
+    for number in (1, 2, 3, 4):
+        ledger.describe(describe(number, [number]))
+    index.read(ledger.changes())
+    assert index.blocks["REMOTE"] == {3, 4}, "the latest two"
+    ledger.move(key_of(1), -1, present=True)
+    index.read(ledger.changes())
+    assert index.blocks["REMOTE"] == {1, 3, 4}
+    ledger.forget_all()
+    index.read(ledger.changes())
+    assert index.blocks["REMOTE"] == set()
+    ledger.describe(describe(1, [1]))
+    assert ledger.changes() == []
+
+
+def test_a_clear_of_a_store_takes_its_turn(start: Callable[..., RouterPublisher]) -> None:
+    publisher = start(runs=False)
+    publisher.describe([describe(number, [number]) for number in (1, 2)])
+    publisher.note(key_of(2), -1, True)
+    for number in (1, 2):
+        publisher.note(key_of(number), -1, True)
+    publisher.note(b"", -1, False)
+    publisher.note(key_of(2), -1, True)
+    publisher.start()
+    settled(publisher)
+    assert index_of(publisher).blocks["REMOTE"] == {2}
+    publisher.note(name_of(2), -1, False)
+    settled(publisher)
+    assert index_of(publisher).blocks["REMOTE"] == set()
 
 
 def test_a_subscriber_and_a_replay_have_the_same_batches(
@@ -301,7 +351,7 @@ def test_dynamos_indexer_knows_where_10000_chunks_are(
         for first in range(0, 10_000, 2000):
             publisher.describe(described[first : first + 2000])
             for number in range(first, first + 2000):
-                for place in (0, 1):
+                for place in (0, 1, -2):
                     if rng.random() < 0.7:
                         present.add((number, place))
                         publisher.note(key_of(number), place, True)

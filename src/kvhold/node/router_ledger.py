@@ -1,16 +1,18 @@
 """The node's chunks as announced to routers.
 
 A block is announced for a medium while all shards of one of its chunks are there, and the chunk has
-a description. One thread, but for `has`.
+a description. Of shared stores, only the values of such chunks and of the latest others are kept.
+One thread, but for `has`.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
+from typing import NamedTuple
 
 import msgspec
 
-from kvhold.core.keys import NAME_BYTES, place_suffix
+from kvhold.core.keys import KEY_BYTES, NAME_BYTES, place_suffix
 from kvhold.core.router_events import (
     BlockHash,
     ChunkDescription,
@@ -20,20 +22,35 @@ from kvhold.core.router_events import (
 )
 from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
 
-# medium -> its places, as bits: memory is place 0, the tiers follow
-_MEDIA = (("CPU", 1), ("STORAGE", (1 << MOST_PEERS) - 2))
+
+class _Medium(NamedTuple):
+    """places: as bits: memory is place 0, the tiers follow; 0: shared stores"""
+
+    name: str
+    locality: str
+    places: int
+
+
+_MEDIA = (
+    _Medium("CPU", "LOCAL", 1),
+    _Medium("STORAGE", "LOCAL", (1 << MOST_PEERS) - 2),
+    _Medium("STORAGE", "REMOTE", 0),
+)
 MOST_PLACES = MOST_PEERS
-_LOCAL = "LOCAL"
+_MOST_EARLY = 16_384
 _CHUNK_BYTES, _BLOCK_BYTES = 500, 200
 _stored_decoder = msgspec.msgpack.Decoder(StoredBlocks)
 
 
 class _Chunk:
-    __slots__ = ("description", "nbytes", "told")
+    """seen: suffix of a key -> the shared stores that have it, as bits"""
 
-    def __init__(self, description: ChunkDescription, nbytes: int) -> None:
+    __slots__ = ("description", "nbytes", "seen", "told")
+
+    def __init__(self, description: ChunkDescription, nbytes: int, seen: dict[bytes, int]) -> None:
         self.description = description
         self.nbytes = nbytes
+        self.seen = seen
         self.told: set[tuple[int, int]] = set()
 
 
@@ -44,6 +61,8 @@ class RouterLedger:
         self._count_loss = count_loss
         self._present = PeerIndex()
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        # `seen` of chunks without a description
+        self._early: OrderedDict[bytes, dict[bytes, int]] = OrderedDict()
         # chunks that announce the block: (number of the medium, group, hash)
         self._blocks: Counter[tuple[int, int | None, BlockHash]] = Counter()
         self._touched: set[bytes] = set()
@@ -58,6 +77,10 @@ class RouterLedger:
         return name in self._chunks
 
     def move(self, key: bytes, place: int, *, present: bool) -> None:
+        """place: see `RouterPublisher.note`"""
+        if place < 0:
+            self._see(key, 1 << -place, present=present)
+            return
         if present:
             self._present.add(digest_of(key), 1, peer=place)
         else:
@@ -78,7 +101,8 @@ class RouterLedger:
         except (msgspec.DecodeError, ValueError):
             self._count_loss("malformed")
             return
-        self._chunks[description.name] = _Chunk(description, _CHUNK_BYTES + nbytes)
+        seen = self._early.pop(description.name, {})
+        self._chunks[description.name] = _Chunk(description, _CHUNK_BYTES + nbytes, seen)
         self._touched.add(description.name)
         self.nbytes += _CHUNK_BYTES + nbytes
         while self.nbytes > self._limit_bytes:
@@ -90,6 +114,7 @@ class RouterLedger:
         self._present = PeerIndex()
         while self._chunks:
             self._forget(next(iter(self._chunks)))
+        self._early.clear()
 
     def changes(self) -> list[RouterEvent]:
         """A prompt's beginning comes first."""
@@ -101,13 +126,38 @@ class RouterLedger:
             events += self._update(chunk)
         return events
 
+    def _see(self, key: bytes, store: int, *, present: bool) -> None:
+        names: Iterable[bytes] = (key[:NAME_BYTES],)
+        if len(key) < NAME_BYTES:
+            names = [name for name in (*self._chunks, *self._early) if name.startswith(key)]
+        for name in names:
+            chunk = self._chunks.get(name)
+            seen = self._early.get(name, {}) if chunk is None else chunk.seen
+            suffixes = list(seen) if len(key) < KEY_BYTES else [key[NAME_BYTES:]]
+            for suffix in suffixes:
+                stores = seen.get(suffix, 0)
+                seen[suffix] = stores | store if present else stores & ~store
+                if not seen[suffix]:
+                    del seen[suffix]
+            if chunk is None:
+                self._keep_early(name, seen)
+            else:
+                self._touched.add(name)
+
+    def _keep_early(self, name: bytes, seen: dict[bytes, int]) -> None:
+        self._early.pop(name, None)
+        if seen:
+            self._early[name] = seen
+            if len(self._early) > _MOST_EARLY:
+                self._early.popitem(last=False)
+
     def _update(self, chunk: _Chunk) -> Iterator[RouterEvent]:
         description = chunk.description
         for number, group in product(range(len(_MEDIA)), range(len(description.stored))):
             packed = description.stored[group]
             if packed is None:
                 continue
-            is_present = self._is_present(description, group, _MEDIA[number][1])
+            is_present = self._is_present(chunk, group, _MEDIA[number].places)
             if is_present == ((number, group) in chunk.told):
                 continue
             if is_present:
@@ -115,9 +165,14 @@ class RouterLedger:
             else:
                 yield from self._take_back(chunk, number, group, packed)
 
-    def _is_present(self, description: ChunkDescription, group: int, places: int) -> bool:
-        for shard in range(description.shards):
-            found = self._present.find(digest_of(description.name + place_suffix(group, shard)))
+    def _is_present(self, chunk: _Chunk, group: int, places: int) -> bool:
+        for shard in range(chunk.description.shards):
+            suffix = place_suffix(group, shard)
+            if not places:
+                if suffix not in chunk.seen:
+                    return False
+                continue
+            found = self._present.find(digest_of(chunk.description.name + suffix))
             if found is None or not found.peers & places:
                 return False
         return True
@@ -132,7 +187,7 @@ class RouterLedger:
         known = next((at for at, key in enumerate(keys) if not self._blocks[key]), len(keys))
         self._blocks.update(keys)
         if known < len(keys):
-            yield _without_first(stored, known, _MEDIA[number][0])
+            yield _without_first(stored, known, _MEDIA[number])
 
     def _take_back(
         self, chunk: _Chunk, number: int, group: int, packed: bytes
@@ -147,7 +202,8 @@ class RouterLedger:
                 del self._blocks[key]
                 gone.append(block)
         if gone:
-            yield RemovedBlocks(gone, _MEDIA[number][0], stored.group_idx, _LOCAL)
+            medium = _MEDIA[number]
+            yield RemovedBlocks(gone, medium.name, stored.group_idx, medium.locality)
 
     def _forget(self, name: bytes) -> None:
         chunk = self._chunks.pop(name)
@@ -156,6 +212,7 @@ class RouterLedger:
             packed = chunk.description.stored[group]
             if packed is not None:
                 self._removed += self._take_back(chunk, number, group, packed)
+        self._keep_early(name, chunk.seen)
 
 
 def _checked_bytes(packed: bytes | None) -> int:
@@ -171,13 +228,13 @@ def _checked_bytes(packed: bytes | None) -> int:
     return len(packed) + blocks * _BLOCK_BYTES
 
 
-def _without_first(stored: StoredBlocks, blocks: int, medium: str) -> StoredBlocks:
+def _without_first(stored: StoredBlocks, blocks: int, medium: _Medium) -> StoredBlocks:
     return msgspec.structs.replace(
         stored,
         block_hashes=stored.block_hashes[blocks:],
         parent_block_hash=stored.block_hashes[blocks - 1] if blocks else stored.parent_block_hash,
         token_ids=stored.token_ids[blocks * stored.block_size :],
         extra_keys=stored.extra_keys[blocks:] if stored.extra_keys is not None else None,
-        medium=medium,
-        locality=_LOCAL,
+        medium=medium.name,
+        locality=medium.locality,
     )

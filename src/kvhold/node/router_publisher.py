@@ -102,13 +102,17 @@ class RouterPublisher:
     # Any thread.
 
     def note(self, key: bytes, place: int, present: bool) -> None:
-        """place: 0: memory; n: the tier number n"""
-        if place >= MOST_PLACES:
+        """place: 0: memory; n: the disk of the tier number n; -n: the shared store of the tier
+        number n, whose keys may be prefixes that are not there
+        """
+        if abs(place) >= MOST_PLACES:
             return
         with self._lock:
             if len(self._moves) >= _MOST_WAITING:
                 self._dropped.append(self._moves)
                 self._moves = {}
+            if place < 0:
+                self._moves.pop((key, place), None)  # a prefix's turn matters
             self._moves[key, place] = present
             self._wake_up()
 

@@ -81,7 +81,7 @@ class ChunkClears:
             earlier = self._hidden.get(key[:NAME_BYTES])
             last_key = key if earlier is None else _later(key, earlier.last_key)
             self._hidden[key[:NAME_BYTES]] = _Hidden(last_key, self._num_clears, now())
-            self._guard.suppressed.chunks.add(key[:NAME_BYTES])
+            self._guard.suppressed.add_chunk(key[:NAME_BYTES])
         return self._num_clears
 
     async def remember(self, number: int) -> None:

@@ -95,6 +95,7 @@ class Removals:
                     return
                 num_removed = sum(deleting.result)
                 guard.count("delete", removed=num_removed, absent=len(batch) - num_removed)
+            guard.suppressed.tell(prefix)
             if not may_appear:
                 await self._ended(prefix, number)
 

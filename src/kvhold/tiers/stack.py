@@ -8,10 +8,11 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
 from kvhold.core.tracing import TraceContext, Tracer
-from kvhold.tiers.base import Learns
+from kvhold.tiers.base import FollowsPeers, Learns
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.outcomes import Unknown
 from kvhold.tiers.registry import make_tier, place_of
+from kvhold.tiers.seen_guard import SeenGuard
 from kvhold.tiers.suppressed import PendingClear
 
 
@@ -155,5 +156,7 @@ def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics)
         place = place_of(url)
         same = sum(guard.place.partition("-")[0] == place for guard in guards)
         place = f"{place}-{same + 1}" if same else place
-        guards.append(Guard(tier, config, name=name, metrics=metrics, place=place))
+        is_store = tier.traits.shared and not isinstance(tier, FollowsPeers)
+        kind = SeenGuard if is_store else Guard
+        guards.append(kind(tier, config, name=name, metrics=metrics, place=place))
     return Stack(guards)

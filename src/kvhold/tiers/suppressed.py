@@ -17,6 +17,9 @@ _MOST_UNREADABLE = 10_000
 _UNREADABLE_S = 30.0
 
 
+def _tell_nobody(prefix: bytes) -> None: ...
+
+
 class PendingClear(NamedTuple):
     prefix: bytes
     number: int
@@ -26,6 +29,8 @@ class Suppressed:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.chunks = set[bytes]()
+        # called with the prefix of values that are cleared
+        self.tell: Callable[[bytes], None] = _tell_nobody
         self._began_s: dict[bytes, float] = {}
         self._pending: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}
@@ -47,7 +52,12 @@ class Suppressed:
         self._pending[prefix] = self._num_clears
         self._began_s[prefix] = self._clock()
         self._lengths.add(len(prefix))
+        self.tell(prefix)
         return self._num_clears
+
+    def add_chunk(self, name: bytes) -> None:
+        self.chunks.add(name)
+        self.tell(name)
 
     def add_everything_instead(self) -> int:
         self._pending.clear()

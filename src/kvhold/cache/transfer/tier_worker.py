@@ -394,7 +394,9 @@ class TierWorker:
         self._write_behind.spoil(prefix)
         self._mover.spoil(prefix)
         for guard in self._stack.guards:
-            if not guard.traits.shared:
+            if guard.traits.shared:
+                guard.suppressed.tell(prefix)
+            else:
                 guard.hide(prefix)
         self._post(lambda: self._state.cleared_elsewhere(prefix))
 
@@ -533,7 +535,8 @@ def make_tier_worker(
     tell_disks:  called with each value that peers may read, and its bytes; 0: removed
     plan:        of a tier of peers
     tell_places: called with each value of this host's disks, the tier's number from 1 on, and
-                 whether it is there
+                 whether it is there; of a shared store, as `SeenGuard.watch` tells, with the
+                 negative number
     tags_path:   of tags, unless `clears_file` is set
 
     Raises ConfigError.

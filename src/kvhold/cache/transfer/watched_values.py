@@ -2,6 +2,7 @@ from collections.abc import Callable
 
 from kvhold.tiers.base import TellsChanges, ValueChanges
 from kvhold.tiers.guard import Guard
+from kvhold.tiers.seen_guard import SeenGuard
 
 
 def watch_values(
@@ -10,6 +11,8 @@ def watch_values(
     tell_disks: Callable[[bytes, int], None] | None,
     tell_places: Callable[[bytes, int, bool], None] | None,
 ) -> None:
+    if isinstance(guard, SeenGuard) and tell_places is not None:
+        guard.watch(lambda key, present: tell_places(key, -number, present))
     changes = _local_values(guard)
     if changes is None:
         return
