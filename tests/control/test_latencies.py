@@ -142,7 +142,7 @@ def test_counts_with_other_buckets_are_left_out(tmp_path: Path, clock: Clock) ->
     add(history, clock, MetricSample("kvhold_tier_seconds", ("d", "get", ""), 1.0, (1, 2)))
     add(history, clock, sample("d", "get", {0.001: 1}))
     with sqlite3.connect(tmp_path / "h") as database:
-        database.execute("UPDATE latencies SET counts = '1 2 3'")
+        database.execute("UPDATE latencies SET counts = x'0102'")
     database.close()
     assert rows(history) == {}
     add(history, clock, sample("d", "get", {0.001: 5}))

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from operator import add
 from typing import TypedDict
 
+import numpy as np
+
 from kvhold.control.time_grid import COARSE, COARSE_STEP_S, FINE, LEVELS, TimeGrid
 from kvhold.core.metrics import TABLE
 from kvhold.net.messages import MetricSample
@@ -14,9 +16,10 @@ MOST_TIERS = 8
 OPERATIONS = ("probe", "get", "put")
 _METRIC = TABLE["kvhold_tier_seconds"]
 _NONE = (0,) * (len(_METRIC.buckets) + 1)
+_COUNT = np.dtype("<u4")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS latencies (
-    level INTEGER, at INTEGER, tier TEXT, operation TEXT, counts TEXT,
+    level INTEGER, at INTEGER, tier TEXT, operation TEXT, counts BLOB,
     PRIMARY KEY (level, at, tier, operation)
 ) WITHOUT ROWID;
 """
@@ -62,12 +65,12 @@ class LatencyHistory:
         self._run, self._last = run, _counts(samples)
         if is_first:
             return
-        rows: list[tuple[str, str, str]] = []
+        rows: list[tuple[str, str, bytes]] = []
         for key, counts in self._last.items():
             pairs = zip(counts, last.get(key, _NONE), strict=True)
             grown = [max(0, count - before) for count, before in pairs]
             if any(grown):
-                rows.append((*key, _text(grown)))
+                rows.append((*key, np.array(grown, _COUNT).tobytes()))
         at = int(at_s)
         with self._database:
             for level, when in ((FINE, at), (COARSE, at - at % COARSE_STEP_S)):
@@ -78,15 +81,20 @@ class LatencyHistory:
                 )
 
     def read(self, grid: TimeGrid) -> LatenciesAnswer:
+        rows = self._database.execute(
+            "SELECT tier, operation, at / ? * ?, counts FROM latencies "
+            "WHERE level = ? AND at >= ? AND length(counts) = ?",
+            (grid.step_s, grid.step_s, grid.level, grid.first_s, len(_NONE) * _COUNT.itemsize),
+        ).fetchall()
+        # tier, operation, column -> its row of `sums`
+        places: dict[tuple[str, str, int], int] = {}
+        of_row = [places.setdefault(row[:3], len(places)) for row in rows]
+        counts = np.frombuffer(b"".join(row[3] for row in rows), _COUNT)
+        sums = np.zeros((len(places), len(_NONE)), np.int64)
+        np.add.at(sums, of_row, counts.reshape(-1, len(_NONE)))
         found: dict[_Key, dict[int, list[int]]] = {}
-        for at, tier, operation, text in self._database.execute(
-            "SELECT at / ? * ?, tier, operation, counts FROM latencies WHERE level = ? AND at >= ?",
-            (grid.step_s, grid.step_s, grid.level, grid.first_s),
-        ):
-            counts = _parsed(text)
-            if len(counts) == len(_NONE):
-                columns = found.setdefault((tier, operation), {})
-                columns[at] = list(map(add, columns.get(at, _NONE), counts))
+        for (tier, operation, at), total in zip(places, sums.tolist(), strict=True):
+            found.setdefault((tier, operation), {})[at] = total
         return {
             "step_s": grid.step_s,
             "at_s": grid.columns,
@@ -143,14 +151,7 @@ def _row(key: _Key, columns: dict[int, list[int]], grid: TimeGrid) -> LatencyRow
     }
 
 
-def _text(counts: Iterable[int]) -> str:
-    return " ".join(map(str, counts))
-
-
-def _parsed(text: str) -> list[int]:
-    return list(map(int, text.split()))
-
-
-def _merged(old: str, new: str) -> str:
-    one, two = _parsed(old), _parsed(new)
-    return _text(map(add, one, two)) if len(one) == len(two) else new
+def _merged(old: bytes, new: bytes) -> bytes:
+    if len(old) != len(new):
+        return new
+    return (np.frombuffer(old, _COUNT) + np.frombuffer(new, _COUNT)).tobytes()
