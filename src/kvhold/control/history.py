@@ -1,6 +1,4 @@
-"""The metrics over time, on disk. Samples are kept for six hours, and sums of five minutes for 30
-days.
-"""
+"""The metrics over time, on disk."""
 
 import logging
 import os

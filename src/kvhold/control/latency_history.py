@@ -1,4 +1,4 @@
-"""Durations of tiers' calls over time, of the first `MOST_TIERS` tiers: at most 260,000 rows."""
+"""Of the first `MOST_TIERS` tiers: at most 260,000 rows."""
 
 import sqlite3
 from bisect import bisect_left
@@ -28,9 +28,7 @@ _Key = tuple[str, str]  # tier, operation
 
 
 class LatencyRow(TypedDict):
-    """calls, median_s, p99_s: of the whole time
-    medians_s, p99s_s: by column; null: no calls
-    """
+    """medians_s, p99s_s: by column; null: no calls"""
 
     tier: str
     operation: str
@@ -42,16 +40,12 @@ class LatencyRow(TypedDict):
 
 
 class LatenciesAnswer(TypedDict):
-    """step_s, at_s: as in `HistoryAnswer`"""
-
     step_s: int
     at_s: list[int]
     latencies: list[LatencyRow]
 
 
 class LatencyHistory:
-    """One thread at a time."""
-
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         database.executescript(_SCHEMA)
@@ -60,7 +54,6 @@ class LatencyHistory:
         self._last: dict[_Key, Sequence[int]] = {}
 
     def add(self, at_s: float, run: str, samples: Iterable[MetricSample]) -> None:
-        """See `History.add`."""
         is_first, last = not self._run, self._last if run == self._run else {}
         self._run, self._last = run, _counts(samples)
         if is_first:
@@ -86,7 +79,6 @@ class LatencyHistory:
             "WHERE level = ? AND at >= ? AND length(counts) = ?",
             (grid.step_s, grid.step_s, grid.level, grid.first_s, len(_NONE) * _COUNT.itemsize),
         ).fetchall()
-        # tier, operation, column -> its row of `sums`
         places: dict[tuple[str, str, int], int] = {}
         of_row = [places.setdefault(row[:3], len(places)) for row in rows]
         counts = np.frombuffer(b"".join(row[3] for row in rows), _COUNT)
@@ -109,7 +101,7 @@ class LatencyHistory:
 
 
 def quantile(counts: Sequence[int], part: float) -> float:
-    """Within a bucket linear, as Prometheus does. counts: cumulative, the last one not 0"""
+    """As Prometheus does. counts: cumulative, the last not 0"""
     rank = part * counts[-1]
     number = bisect_left(counts, rank)
     if number == len(_METRIC.buckets):
@@ -120,7 +112,6 @@ def quantile(counts: Sequence[int], part: float) -> float:
 
 
 def _counts(samples: Iterable[MetricSample]) -> dict[_Key, Sequence[int]]:
-    """Cumulative, of all sizes."""
     found: dict[_Key, Sequence[int]] = {}
     tiers: set[str] = set()
     for sample in samples:

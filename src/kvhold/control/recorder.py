@@ -69,7 +69,6 @@ class Recorder:
         return await self._in_thread(lambda history: history.read_shares(by, seconds, tenant))
 
     async def read_latencies(self, since_s: str) -> LatenciesAnswer:
-        """Raises ControlRefusal."""
         seconds = _seconds(since_s)
         return await self._in_thread(lambda history: history.read_latencies(seconds))
 

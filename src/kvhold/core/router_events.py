@@ -1,7 +1,4 @@
-"""KV cache events in vLLM's format, and a node's descriptions of chunks to publish them.
-
-A ZMQ message has three frames: topic, sequence number (u64, big endian) and a msgpack batch.
-"""
+"""KV cache events in vLLM's format, and a node's descriptions of chunks to publish them."""
 
 from typing import Annotated, Any, TypeAlias
 

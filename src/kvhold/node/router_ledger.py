@@ -1,8 +1,7 @@
 """The node's chunks as announced to routers.
 
 A block is announced for a medium while all shards of one of its chunks are there, and the chunk has
-a description. Of shared stores, only the values of such chunks and of the latest others are kept.
-One thread, but for `has`.
+a description. One thread, but for `has`.
 """
 
 from collections import Counter, OrderedDict
@@ -24,7 +23,7 @@ from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
 
 
 class _Medium(NamedTuple):
-    """places: as bits: memory is place 0, the tiers follow; 0: shared stores"""
+    """places: bits: memory, then the tiers; 0: shared stores"""
 
     name: str
     locality: str
@@ -43,7 +42,7 @@ _stored_decoder = msgspec.msgpack.Decoder(StoredBlocks)
 
 
 class _Chunk:
-    """seen: suffix of a key -> the shared stores that have it, as bits"""
+    """seen: suffix of a key -> bits of shared stores"""
 
     __slots__ = ("description", "nbytes", "seen", "told")
 
@@ -61,7 +60,7 @@ class RouterLedger:
         self._count_loss = count_loss
         self._present = PeerIndex()
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
-        # `seen` of chunks without a description
+        # `seen`, without a description
         self._early: OrderedDict[bytes, dict[bytes, int]] = OrderedDict()
         # chunks that announce the block: (number of the medium, group, hash)
         self._blocks: Counter[tuple[int, int | None, BlockHash]] = Counter()
@@ -77,7 +76,6 @@ class RouterLedger:
         return name in self._chunks
 
     def move(self, key: bytes, place: int, *, present: bool) -> None:
-        """place: see `RouterPublisher.note`"""
         if place < 0:
             self._see(key, 1 << -place, present=present)
             return

@@ -1,8 +1,4 @@
-"""Publishes a node's chunks as KV cache events, over ZMQ and in vLLM's format.
-
-Changes wait in a queue without duplicates. If it is full, all is announced as removed, and chunks
-come back as they change. The replay endpoint has the latest batches.
-"""
+"""Publishes a node's chunks as KV cache events, over ZMQ and in vLLM's format."""
 
 import logging
 import threading
@@ -102,9 +98,7 @@ class RouterPublisher:
     # Any thread.
 
     def note(self, key: bytes, place: int, present: bool) -> None:
-        """place: 0: memory; n: the disk of the tier number n; -n: the shared store of the tier
-        number n, whose keys may be prefixes that are not there
-        """
+        """place: 0: memory; n: disk n; -n: shared store n, where the key may be a prefix"""
         if abs(place) >= MOST_PLACES:
             return
         with self._lock:
@@ -112,7 +106,7 @@ class RouterPublisher:
                 self._dropped.append(self._moves)
                 self._moves = {}
             if place < 0:
-                self._moves.pop((key, place), None)  # a prefix's turn matters
+                self._moves.pop((key, place), None)  # prefixes keep their turn
             self._moves[key, place] = present
             self._wake_up()
 

@@ -22,7 +22,7 @@ class TierCall(Generic[Result]):
     operation: str
     keys: int
     deadline_s: float
-    nbytes: int = 0  # of the chunks to read or write
+    nbytes: int = 0
     result: Result | None = None
     pending: "asyncio.Task[Any] | None" = None
     is_vital: bool = True  # its faults count for the breaker

@@ -1,4 +1,4 @@
-"""Which values of a shared tier this host's own calls have seen, or found missing."""
+"""What this host's calls show of a shared tier's values."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,9 +11,7 @@ class SeenGuard(Guard):
     _tell: Callable[[bytes, bool], None] | None = None
 
     def watch(self, tell: Callable[[bytes, bool], None]) -> None:
-        """tell: called with a key and whether its value is there; with a prefix of keys, and false,
-        at a clear, also of another host
-        """
+        """tell: called with a key and whether it is there; at a clear with a prefix, and false"""
         self._tell = tell
         self.suppressed.tell = lambda prefix: tell(prefix, False)
 

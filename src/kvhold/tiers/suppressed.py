@@ -29,7 +29,7 @@ class Suppressed:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.chunks = set[bytes]()
-        # called with the prefix of values that are cleared
+        # called with cleared prefixes
         self.tell: Callable[[bytes], None] = _tell_nobody
         self._began_s: dict[bytes, float] = {}
         self._pending: dict[bytes, int] = {}

@@ -534,9 +534,8 @@ def make_tier_worker(
 
     tell_disks:  called with each value that peers may read, and its bytes; 0: removed
     plan:        of a tier of peers
-    tell_places: called with each value of this host's disks, the tier's number from 1 on, and
-                 whether it is there; of a shared store, as `SeenGuard.watch` tells, with the
-                 negative number
+    tell_places: called with each value of a disk, the tier's number from 1 on, and whether it is
+                 there; of a shared store (`SeenGuard.watch`) with the negative number
     tags_path:   of tags, unless `clears_file` is set
 
     Raises ConfigError.
