@@ -3,7 +3,7 @@
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,13 @@ class Fleet:
         self.nodes: list[RunningNode] = []
 
     def start(
-        self, name: str, *tiers: str, port: int | None = None, channel: str = "", **more: Any
+        self,
+        name: str,
+        *tiers: str,
+        port: int | None = None,
+        channel: str = "",
+        serving: Mapping[str, object] | None = None,
+        **more: Any,
     ) -> RunningNode:
         """A node that serves peers on `port`, if given, over these tiers."""
         settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
@@ -48,6 +54,8 @@ class Fleet:
             listen += f'listen = "127.0.0.1:{port}"\n'
         if channel:
             listen += f'channel = "{channel}"\n'
+        for key, value in (serving or {}).items():
+            listen += f"{key} = {json.dumps(value)}\n"
         path = self.folder / f"{name}-{len(self.nodes)}.toml"
         path.write_text(f"tiers = {json.dumps(list(tiers))}\n{settings}{listen}")
         self.nodes.append(

@@ -18,7 +18,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import NEVER_STORED, PEER_GONE, PEER_SLOW
 from kvhold.node import NodeClient
-from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, store
+from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
 from tests.node.fleets import (
     Fleet,
@@ -39,6 +39,7 @@ from tests.node.nodes import PATIENT_S, SPACE, eventually, run_kvhold
 __all__ = ["fleet"]
 
 TIMED_OUT = "kvhold_tier_errors{tier=peers,operation=get,reason=unavailable}"
+SENT = "kvhold_peer_served_chunks{peer=127.0.0.1,result=sent}"
 BAD = "kvhold_tier_bad_frames{tier=peers,reason=checksum}"
 WIDE = Namespace(model="wide", layout=HYBRID)
 
@@ -51,8 +52,7 @@ def test_what_one_node_stores_is_a_hit_of_another(fleet: Fleet, namespace: Names
     prompt = a_prompt(namespace, 100)
     store(writer, prompt)
     eventually_read(reader, prompt)
-    counters = served(writer)["counters"]
-    assert counters["kvhold_peer_served_chunks{peer=127.0.0.1,result=sent}"] >= 7
+    assert served(writer)["counters"][SENT] >= 7
     eventually(lambda: writer.status()["pinned_chunks"] == 0)
     assert served(writer)["in_flight_bytes"] == 0
     assert found_tokens(joined(first, namespace), prompt) == 100
@@ -97,6 +97,22 @@ def test_two_nodes_with_one_list_serve_each_other_and_not_themselves(fleet: Flee
     for client, prompt in zip(clients, prompts[::-1], strict=True):
         eventually_read(client, prompt)
         assert served(client)["connections"] <= 2  # the other's follow, and its reads
+
+
+def test_an_engine_is_not_limited_while_its_node_serves_peers_slowly(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0, serving={"bytes_per_s": "1MiB"})
+    writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+    prompts = [a_prompt(SPACE, 1000, seed) for seed in range(4)]  # 6 MB
+    for prompt in prompts:
+        store(writer, prompt)
+    eventually(lambda: peer_of(reader)["chunks"] == writer.status()["chunks"])
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        loading = [pool.submit(read, joined(fleet.nodes[1]), prompt) for prompt in prompts]
+        eventually(lambda: served(writer)["counters"].get(SENT, 0) > 0)
+        for prompt in prompts:
+            assert read(writer, prompt) == prompt.num_tokens
+        assert served(writer)["counters"][SENT] < writer.status()["chunks"], "all was sent"
+        assert [one.result() for one in loading] == [prompt.num_tokens for prompt in prompts]
 
 
 def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:

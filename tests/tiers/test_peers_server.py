@@ -90,6 +90,10 @@ class TestServer:
             ({"listen": "7711"}, r"peers\.listen = '7711': write HOST:PORT"),
             ({"listen": "127.0.0.1:0", "token_file": "/nowhere"}, r"peers\.token_file"),
             ({"listen": "127.0.0.1:0", "tls_key": "/x"}, r"need peers\.tls_cert"),
+            (
+                {"listen": "127.0.0.1:0", "bytes_per_s": 1000},
+                r"peers\.bytes_per_s = 1000: .*at least 1MiB, or 0 for no limit",
+            ),
         ],
     )
     async def test_a_server_that_may_not_be_exposed_is_refused(
@@ -206,6 +210,49 @@ class TestServer:
             assert got == []
         await asyncio.wait(waiting)
         assert got == ["large", "small"]
+
+    @pytest.mark.parametrize("is_range", [False, True], ids=["frames", "ranges"])
+    async def test_a_limited_server_sends_all_chunks_right_and_later(self, is_range: bool) -> None:
+        limit = 2 << 20
+        async with served(bytes_per_s=limit) as place, following(place.port) as tier:
+            values = {make_key(number): make_value(number, 120_000) for number in range(16)}
+            for key, value in values.items():
+                place.put(key, value)
+            await eventually_found(tier, make_key(15), 120_000)
+            begin = 1 if is_range else 0
+            into = [bytearray(120_000 - begin) for _ in values]
+            began_s = asyncio.get_running_loop().time()
+            sizes = await tier.get(
+                list(values),
+                [[memoryview(one)] for one in into],
+                starts=[begin] * 16 if is_range else None,
+            )
+            took_s = asyncio.get_running_loop().time() - began_s
+            assert sizes == [120_000 - begin] * 16
+            assert into == [value[begin:] for value in values.values()]
+            # the last group goes when all before it have taken their time
+            assert took_s >= (15 * 119_000) / limit - limit * 0.1 / limit
+            waits = place.server.metrics.as_dict()
+            [waited_s] = [
+                seconds for name, seconds in waits.items() if "served_wait_seconds" in name
+            ]
+            assert waited_s > 0
+            assert not place.server.rate.num_waiting
+
+    async def test_chunks_that_are_not_there_take_nothing_of_the_limit(self) -> None:
+        async with served(bytes_per_s=1 << 20) as place, following(place.port) as tier:
+            place.put(make_key(0), bytes(100))
+            await eventually_found(tier, make_key(0), 100)
+            stream, _ = await tier.peers[0].open_to_follow()
+            keys = b"".join(make_key(number) for number in range(1, 201))
+            await stream.send([encode(p.PeerGet(keys, [1 << 40] * 200))])
+            async with asyncio.timeout(PATIENT_S):
+                while keys:
+                    sizes = Decoder[Any](p.PeerValues).decode(await read_body(stream)).sizes
+                    assert not any(sizes)
+                    keys = keys[len(sizes) * len(make_key(0)) :]
+                assert await fetch(tier, [make_key(0)], [100]) == [bytes(100)]
+            stream.close()
 
     async def test_a_peer_that_does_not_read_delays_no_other(self) -> None:
         async with served(in_flight_bytes=64 << 20) as place, following(place.port) as tier:

@@ -199,6 +199,11 @@ class ServePeersConfig(LoginConfig):
         256 << 20,
         "most bytes of chunks that are pinned, or read from disks, while they are sent to peers",
     )
+    bytes_per_s: int = size(
+        0,
+        "most bytes of chunks a second for all peers together, in equal parts; at least 1 MiB; 0: "
+        "no limit",
+    )
 
 
 @dataclass(frozen=True)

@@ -539,6 +539,13 @@ TABLE = {
             ("peer",),
             "Bytes of frames sent to a peer.",
         ),
+        Metric(
+            "kvhold_peer_served_wait_seconds",
+            "counter",
+            "seconds",
+            ("peer",),
+            "Time that gets of a peer waited for peers.bytes_per_s.",
+        ),
     )
 }
 

@@ -1,6 +1,7 @@
 """Serves chunks and changes to followers, lends chunks, and loads prompts. One event loop.
 
-The bytes in flight are limited, in total and per peer (`byte_budget.py`).
+The bytes in flight and per second are limited, in total and per peer (`byte_budget.py`,
+`byte_rate.py`).
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from kvhold import __version__
 from kvhold.core.config import ServePeersConfig
-from kvhold.core.errors import ProtocolError
+from kvhold.core.errors import ConfigError, ProtocolError
 from kvhold.core.metrics import Metrics
 from kvhold.net import peers as p
 from kvhold.net.central import split_keys
@@ -19,6 +20,7 @@ from kvhold.net.remote_memory import RemoteMemory, address_of
 from kvhold.net.stream import Stream
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.byte_budget import ByteBudget
+from kvhold.node.byte_rate import ByteRate
 from kvhold.node.lending import ChunkSource, PeerLeases
 from kvhold.node.login_server import LoginServer, ServedProtocol
 from kvhold.node.peer_feed import PeerFeed
@@ -31,6 +33,8 @@ _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peer
 _GROUP_BYTES = 17 << 20  # pinned for one get: a batch with headers
 _LENT_GROUP_BYTES = 64 << 20  # by one lease
 _GROUP_KEYS = 128  # per turn of the node's loop
+_GROUP_S = 0.1  # of `bytes_per_s`
+_LEAST_BYTES_PER_S = 1 << 20
 _request: Decoder[p.Request] = Decoder(p.Request)
 
 
@@ -66,8 +70,13 @@ class PeerServer(LoginServer):
         """metrics: of the server's thread
         plan:    None: chunks are sent over TCP
 
-        Raises ConfigError: an address that may not be exposed, or unusable credentials.
+        Raises ConfigError: an address that may not be exposed, unusable credentials or limits.
         """
+        if 0 < config.bytes_per_s < _LEAST_BYTES_PER_S:
+            raise ConfigError(
+                f"peers.bytes_per_s = {config.bytes_per_s}: one chunk would take seconds; set at "
+                "least 1MiB, or 0 for no limit"
+            )
         super().__init__(config, "peers", config.listen, _PROTOCOL)
         self._config = config
         self._source = source
@@ -80,6 +89,11 @@ class PeerServer(LoginServer):
         self._why_not_lent = plan.reason or (NOT_WITH_TLS if is_refused else "")
         self.peers = ServedPeers(metrics)
         self.budget = ByteBudget(max(1, config.in_flight_bytes))
+        self.rate = ByteRate(config.bytes_per_s)
+        self._most_at_once = self.budget.limit
+        if config.bytes_per_s:
+            at_once = int(config.bytes_per_s * _GROUP_S)
+            self._most_at_once = min(self._most_at_once, at_once)
         self._accepting: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
 
@@ -166,6 +180,7 @@ class PeerServer(LoginServer):
                 await self._send(stream, [encode(self._offer())])
             case p.GetSample():
                 sample = self._lent_memory().sample
+                self.rate.add(sample.nbytes)
                 await self._send(stream, [encode(p.PeerValues([sample.nbytes])), sample])
             case p.PeerRead():
                 await self._lend(stream, request, peer, leases)
@@ -206,7 +221,7 @@ class PeerServer(LoginServer):
         most = room if starts is None else [self._feed.size_of(key) for key in keys]
         begin = 0
         while begin < len(keys):
-            end = _group_end(most, begin, min(_GROUP_BYTES, self.budget.limit))
+            end = _group_end(most, begin, min(_GROUP_BYTES, self._most_at_once))
             await self._get_group(
                 stream,
                 peer,
@@ -227,6 +242,7 @@ class PeerServer(LoginServer):
         most: list[int],
     ) -> None:
         nbytes = min(self.budget.limit, sum(max(0, one) for one in most))
+        taken_bytes = await self._take(keys, room, peer)
         async with self.budget.taken(nbytes, peer), self._source.lent(keys, most) as frames:
             sizes: list[int | None] = []
             pieces: list[memoryview] = []
@@ -235,9 +251,24 @@ class PeerServer(LoginServer):
                     frame = _range_of(frame, starts[at], room[at])
                 sizes.append(None if frame is None else size_of(frame))
                 pieces += frame or ()
-            found = [size for size in sizes if size is not None]
-            peer.sent(len(found), sum(found), absent=len(sizes) - len(found))
+            self._sent(peer, sizes, taken_bytes)
             await self._send(stream, [encode(p.PeerValues(sizes)), *pieces])
+
+    async def _take(self, keys: Sequence[bytes], room: Sequence[int], peer: ServedPeer) -> int:
+        """Wait for `bytes_per_s`. Returns the expected bytes."""
+        if not self.rate.bytes_per_s:
+            return 0
+        began_s = asyncio.get_running_loop().time()
+        sizes = [self._feed.size_of(key) for key in keys]
+        nbytes = sum(min(size, max(0, most)) for size, most in zip(sizes, room, strict=True))
+        await self.rate.take(nbytes, peer)
+        peer.waited(asyncio.get_running_loop().time() - began_s)
+        return nbytes
+
+    def _sent(self, peer: ServedPeer, sizes: Sequence[int | None], taken_bytes: int) -> None:
+        found = [size for size in sizes if size is not None]
+        self.rate.add(sum(found) - taken_bytes)
+        peer.sent(len(found), sum(found), absent=len(sizes) - len(found))
 
     def _lent_memory(self) -> RemoteMemory:
         if self._memory is None:
@@ -262,7 +293,8 @@ class PeerServer(LoginServer):
         self, stream: Stream, request: p.PeerRead, peer: ServedPeer, leases: PeerLeases
     ) -> None:
         memory, keys = self._lent_memory(), _keys_of(request)
-        end = _group_end(request.room, 0, min(_LENT_GROUP_BYTES, self.budget.limit))
+        end = _group_end(request.room, 0, min(_LENT_GROUP_BYTES, self._most_at_once))
+        taken_bytes = await self._take(keys[:end], request.room[:end], peer)
         lease, frames = await leases.lend(keys[:end], request.room[:end])
         sizes: list[int | None] = []
         lent, addresses, pieces = [0] * end, [0] * end, list[memoryview]()
@@ -274,8 +306,7 @@ class PeerServer(LoginServer):
                 if memory.region.has(address, parts[1].nbytes):
                     lent[at], addresses[at] = parts.pop().nbytes, address
             pieces += parts
-        found = [size for size in sizes if size is not None]
-        peer.sent(len(found), sum(found), absent=len(sizes) - len(found))
+        self._sent(peer, sizes, taken_bytes)
         answer = p.Lent(memory.number, lease, sizes, lent, addresses)
         await self._send(stream, [encode(answer), *pieces])
 

@@ -46,6 +46,9 @@ class ServedPeer:
         add("kvhold_peer_served_chunks", absent, peer=self.address, result="absent")
         add("kvhold_peer_served_bytes", nbytes, peer=self.address)
 
+    def waited(self, seconds: float) -> None:
+        self._metrics.add("kvhold_peer_served_wait_seconds", seconds, peer=self.address)
+
     def status(self, in_flight_bytes: int) -> ServedPeerStatus:
         return {
             "address": self.address,
