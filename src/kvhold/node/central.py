@@ -55,8 +55,8 @@ class Central(LoginServer):
     def stop(self) -> None:
         self._stopped.set()
 
-    def _welcome(self) -> c.CentralWelcome:
-        return c.CentralWelcome(c.CENTRAL_VERSION, self._config.max_value_bytes)
+    def _welcome(self, version: int) -> c.CentralWelcome:
+        return c.CentralWelcome(version, self._config.max_value_bytes)
 
     async def _converse_with(self, stream: Stream) -> None:
         while True:

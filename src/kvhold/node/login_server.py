@@ -40,10 +40,13 @@ _hello: Decoder[login.LoginHello] = Decoder(login.LoginHello)
 
 @dataclass(frozen=True)
 class ServedProtocol:
+    """most_apart: accepted difference of versions; the lower one is spoken"""
+
     magic: str
     version: int
     what: str
     default_port: int
+    most_apart: int = 0
 
     @property
     def no_hello(self) -> str:
@@ -52,9 +55,13 @@ class ServedProtocol:
             f"{login.MAX_HELLO_BYTES} bytes"
         )
 
-    @property
-    def other_version(self) -> str:
-        return f"{self._here}; the client speaks another version"
+    def why_not_spoken(self, version: int) -> str:
+        """Empty: it is."""
+        if abs(version - self.version) <= self.most_apart:
+            return ""
+        if version < self.version:
+            return f"{self._here}; the client speaks another version, an older one: upgrade it"
+        return f"{self._here}; the client speaks another version, a newer one: upgrade this side"
 
     @property
     def _here(self) -> str:
@@ -95,7 +102,7 @@ class LoginServer(ABC):
         self._strangers = StrangersLog(log)
 
     @abstractmethod
-    def _welcome(self) -> msgspec.Struct: ...
+    def _welcome(self, version: int) -> msgspec.Struct: ...
 
     @abstractmethod
     async def _converse_with(self, stream: Stream) -> None: ...
@@ -196,12 +203,12 @@ class LoginServer(ABC):
                 stream = await accept_stream(
                     sock, self._tls, allowed_bytes=LENGTH_BYTES + login.MAX_HELLO_BYTES
                 )
-                await self._log_in(stream)
+                version = await self._log_in(stream)
             task = asyncio.current_task()
             assert task is not None
             self._logins.remove(task)
             stream.allowed_bytes = None
-            await self._serve(stream)
+            await self._serve(stream, version)
         except _Stranger as error:
             self._strangers.refused(host, str(error))
             self._note_refused(host, str(error))
@@ -224,7 +231,8 @@ class LoginServer(ABC):
             if stream is not None:
                 stream.close()
 
-    async def _log_in(self, stream: Stream) -> None:
+    async def _log_in(self, stream: Stream) -> int:
+        """Returns the version to speak."""
         try:
             prefix = await stream.read(LENGTH_BYTES)
             hello = _hello.decode(await stream.read(body_length(prefix, login.MAX_HELLO_BYTES)))
@@ -232,12 +240,13 @@ class LoginServer(ABC):
             raise _Stranger(self._protocol.no_hello) from None
         if hello.magic != self._protocol.magic:
             raise _Stranger(self._protocol.no_hello)
-        if hello.version != self._protocol.version:
-            raise _Stranger(self._protocol.other_version, is_other_version=True)
+        if reason := self._protocol.why_not_spoken(hello.version):
+            raise _Stranger(reason, is_other_version=True)
         if self._token and not hmac.compare_digest(_digest(hello.token), self._token_digest):
             raise _Stranger(_TOKEN_WRONG if hello.token else _TOKEN_NEEDED, denied=True)
+        return min(hello.version, self._protocol.version)
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Stream, version: int) -> None:
         most = self._login.max_connections
         if self._num_served >= most:
             reason = f"{self._section}.max_connections = {most} are in use"
@@ -248,7 +257,7 @@ class LoginServer(ABC):
         self._num_served += 1
         try:
             self.metrics.add("kvhold_connections", result="accepted")
-            await stream.send([encode(self._welcome())])
+            await stream.send([encode(self._welcome(version))])
             await self._converse_with(stream)
         finally:
             self._num_served -= 1

@@ -29,7 +29,9 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.peers.bus import clock_ms
 from kvhold.tiers.peers.channel import NIXL, NOT_WITH_TLS, TCP, ChannelPlan
 
-_PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
+_PROTOCOL = ServedProtocol(
+    p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT, p.VERSIONS_APART
+)
 _GROUP_BYTES = 17 << 20  # pinned for one get: a batch with headers
 _LENT_GROUP_BYTES = 64 << 20  # by one lease
 _GROUP_KEYS = 128  # per turn of the node's loop
@@ -119,10 +121,10 @@ class PeerServer(LoginServer):
     def num_served(self) -> int:
         return self._num_served
 
-    def _welcome(self) -> p.PeerWelcome:
+    def _welcome(self, version: int) -> p.PeerWelcome:
         key = self._feed.bus_key
         return p.PeerWelcome(
-            p.PEERS_VERSION,
+            version,
             __version__,
             self._feed.incarnation,
             socket.gethostname(),

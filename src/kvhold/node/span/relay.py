@@ -98,8 +98,8 @@ class Relay(LoginServer):
         self._loop.run_forever()
         self._loop.close()
 
-    def _welcome(self) -> s.RelayWelcome:
-        return s.RelayWelcome(s.SPAN_VERSION, __version__)
+    def _welcome(self, version: int) -> s.RelayWelcome:
+        return s.RelayWelcome(version, __version__)
 
     async def _converse_with(self, stream: Stream) -> None:
         hits: dict[int, _Held] = {}

@@ -216,6 +216,12 @@ class Peer:
             greeting = _greeting.decode(await read_body(stream, login.MAX_HELLO_BYTES))
             if isinstance(greeting, login.LoginRefused):
                 raise refusal_of(self.address, greeting)
+            if not 0 <= p.PEERS_VERSION - greeting.version <= p.VERSIONS_APART:
+                text = (
+                    f"it answers in protocol {greeting.version}, and this node speaks "
+                    f"{p.PEERS_VERSION}: upgrade the older one"
+                )
+                raise PeerRefuses("connect", self.address, "version", text)
         return stream, greeting
 
     def mended(self) -> None:
