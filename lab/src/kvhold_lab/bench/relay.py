@@ -18,6 +18,8 @@ class RelayedLink:
         self._whole.set()
         self._forgotten = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
+        self.delay_s = 0.0
+        """Of each piece."""
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -84,6 +86,8 @@ class RelayedLink:
     async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while piece := await source.read(_PIECE_BYTES):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
                 await self._whole.wait()
                 target.write(piece)
                 await target.drain()

@@ -30,6 +30,7 @@ from kvhold.tiers.peers.faults import (
     refusal_of,
 )
 from kvhold.tiers.peers.record import PeerRecord
+from kvhold.tiers.peers.speed import PeerSpeed
 
 _MOST_KEYS = 128  # of one get: one turn of the peer
 _greeting: Decoder[p.Greeting] = Decoder(p.Greeting)
@@ -77,6 +78,7 @@ class Peer:
         self.record = PeerRecord(str(address), metrics)
         self.lost_s: float | None = None
         self.asked_bytes = 0
+        self.speed = PeerSpeed()
         self._token, self._tls, self._connect = token, tls, connect
         self._pool = Pool(self.open, connections)
         self.channel = PeerChannel(plan or ChannelPlan(), str(address), self._pool)
@@ -196,8 +198,10 @@ class Peer:
             return self._failed(self.fault_of("get", fault), items)
         self._breaker.succeeded()
         sizes = [item.size for item in items if item.size is not None]
+        took_s = now() - began_s
+        self.speed.add(took_s, sum(sizes), began_s + took_s)
         self.record.loaded(
-            now() - began_s,
+            took_s,
             num_chunks=len(sizes),
             nbytes=sum(sizes),
             num_absent=len(items) - len(sizes),
@@ -231,6 +235,7 @@ class Peer:
 
     def _failed(self, fault: PeerFault, items: Sequence[Getting]) -> PeerFault:
         self._pool.close_idle()
+        self.speed.forget()
         self.record.load_failed(fault, num_missed=sum(item.size is None for item in items))
         if not self.is_paused:
             self._paused_at_s = time.monotonic()

@@ -41,6 +41,7 @@ from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
 from kvhold.tiers.peers.loading import PeerLoading
 from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
+from kvhold.tiers.peers.speed import PeerQueues
 from kvhold.tiers.url import TierUrl
 
 _THREADS = 4
@@ -442,7 +443,11 @@ class PeersTier:
         shares: dict[int, _Share] = {}
         allowed: dict[bytes, int] = {}
         peers = {peer.number: peer for peer in self.peers}
-        load = {number: peer.asked_bytes for number, peer in peers.items()}
+        now_s = now()
+        queues = PeerQueues(
+            {number: peer.speed.seconds_per_byte(now_s) for number, peer in peers.items()},
+            {number: peer.asked_bytes for number, peer in peers.items()},
+        )
         for item in items:
             space = item.key[:NAMESPACE_BYTES]
             if space not in allowed:
@@ -450,11 +455,8 @@ class PeersTier:
             found = self._index.find(digest_of(item.key))
             mask = 0 if found is None else found.peers & allowed[space]
             if mask:
-                number = min(
-                    (number for number, peer in peers.items() if peer.mask & mask),
-                    key=load.__getitem__,
-                )
-                load[number] += item.nbytes
+                having = (number for number, peer in peers.items() if peer.mask & mask)
+                number = queues.put(item.nbytes, having)
                 shares.setdefault(number, _Share(peers[number], [])).items.append(item)
         return list(shares.values())
 
