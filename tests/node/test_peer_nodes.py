@@ -40,6 +40,7 @@ __all__ = ["fleet"]
 
 TIMED_OUT = "kvhold_tier_errors{tier=peers,operation=get,reason=unavailable}"
 SENT = "kvhold_peer_served_chunks{peer=127.0.0.1,result=sent}"
+EVICTED = "kvhold_evicted_chunks{tier=ram}"
 BAD = "kvhold_tier_bad_frames{tier=peers,reason=checksum}"
 WIDE = Namespace(model="wide", layout=HYBRID)
 
@@ -113,6 +114,44 @@ def test_an_engine_is_not_limited_while_its_node_serves_peers_slowly(fleet: Flee
             assert read(writer, prompt) == prompt.num_tokens
         assert served(writer)["counters"][SENT] < writer.status()["chunks"], "all was sent"
         assert [one.result() for one in loading] == [prompt.num_tokens for prompt in prompts]
+
+
+@pytest.mark.parametrize("is_set", [True, False], ids=["last copies stay", "as the policy says"])
+def test_the_last_copy_in_the_fleet_is_evicted_last(fleet: Fleet, is_set: bool) -> None:
+    ports = [free_port(), free_port()]
+    nodes = [
+        fleet.start(name, peers(*ports), port=port, serving={"last_copies": is_set})
+        for name, port in zip("ab", ports, strict=True)
+    ]
+    first, second = (joined(node) for node in nodes)
+    alone = a_prompt(SPACE, 2000, 0)
+    store(first, alone)  # the oldest
+    both = [a_prompt(SPACE, 500, seed) for seed in range(1, 9)]
+    for prompt in both:
+        store(first, prompt)
+        eventually_read(second, prompt)
+    eventually(lambda: num_followed(first) == second.status()["chunks"])
+    eventually(lambda: num_followed(second) == first.status()["chunks"])
+    number = 100
+    while not first.status()["counters"].get(EVICTED, 0):
+        store(first, a_prompt(SPACE, 250, number))
+        number += 1
+    assert (found_tokens(second, alone) == alone.num_tokens) == is_set
+    for prompt in both:
+        assert found_tokens(second, prompt) == found_tokens(first, prompt) == prompt.num_tokens
+
+
+def num_followed(client: NodeClient) -> int:
+    rows = tier_of(client)["followed_peers"]["peers"]
+    return sum(peer["chunks"] for peer in rows if peer["state"] == "following")
+
+
+def test_last_copies_need_a_tier_of_peers(tmp_path: Path) -> None:
+    settings = tmp_path / "node.toml"
+    settings.write_text("[peers]\nlast_copies = true\n")
+    told = run_kvhold("serve", "--config", str(settings), "--socket", str(tmp_path / "a.sock"))
+    assert told.returncode
+    assert "peers.last_copies: " in told.stderr and "add peers://host-a:7711" in told.stderr
 
 
 def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:

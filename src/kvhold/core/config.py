@@ -204,6 +204,11 @@ class ServePeersConfig(LoginConfig):
         "most bytes of chunks a second for all peers together, in equal parts; at least 1 MiB; 0: "
         "no limit",
     )
+    last_copies: bool = setting(
+        False,
+        "evict chunks from memory first that nodes of the tier peers:// have, too; one of the "
+        "nodes with a prompt keeps it longer",
+    )
 
 
 @dataclass(frozen=True)

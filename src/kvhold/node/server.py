@@ -42,6 +42,7 @@ from kvhold.node.channel import plan_channel
 from kvhold.node.connection import ClientConnection
 from kvhold.node.control_process import ControlProcess
 from kvhold.node.host import raise_descriptor_limit, run_when_woken
+from kvhold.node.last_copies import evict_last_copies_last
 from kvhold.node.listener import Listener
 from kvhold.node.live_settings import LiveSettings
 from kvhold.node.names import Names
@@ -113,6 +114,7 @@ class Node:
                 )
             with on_error(self._drop_peers, self._end_tier_worker):
                 self._trace(config)
+                evict_last_copies_last(config.peers, self.state, self._tier_worker)
         if self._peers is not None:
             self._announce_clears(self._peers.use(self._tier_worker))
         self._toucher = Toucher(self.arena.regions)

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
-from kvhold.tiers.policies.base import Policy
+from kvhold.tiers.policies.base import EndOfSearch, Policy
 
 
 @dataclass
@@ -122,6 +122,31 @@ class PolicyContract(ABC):
         with pytest.raises(LookupError):
             policy.victims(60, faulty)
         assert sorted(policy.victims(60, unpinned)) == sorted([*_KEYS[:5], _KEYS[6]])
+
+    def test_some_victims_are_those_or_fewer_and_a_search_may_end(self) -> None:
+        policy = self.chain(4)
+        policy.insert(_KEYS[6], 10)
+        for nbytes in range(60):
+            all_or_none = policy.victims(nbytes, unpinned)
+            some = policy.some_victims(nbytes, unpinned)
+            assert some == all_or_none or nbytes > 50
+        assert sorted(some) == sorted([*_KEYS[:4], _KEYS[6]])
+        assert policy.some_victims(60, {_KEYS[2]}.__contains__, _A) in (
+            [_KEYS[3], _KEYS[6]],
+            [_KEYS[6], _KEYS[3]],
+        )
+        assert policy.some_victims(1, unpinned, _B) == []
+        asked: list[bytes] = []
+
+        def ends(key: bytes) -> bool:
+            asked.append(key)
+            if len(asked) == 3:
+                raise EndOfSearch
+            return False
+
+        some = policy.some_victims(60, ends)
+        assert set(some) <= set(asked[:2])
+        assert sorted(policy.victims(50, unpinned)) == sorted([*_KEYS[:4], _KEYS[6]])
 
     def test_touched_keys_go_in_the_end(self) -> None:
         policy = self.filled(5)

@@ -22,6 +22,7 @@ from kvhold.memory.slab import SlabAllocator, ZonedSlabs, size_class
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.memory_limits import MemoryLimits
 from kvhold.tiers.policies import Policy
+from kvhold.tiers.spare_chunks import SpareChunks
 from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
@@ -43,6 +44,7 @@ class Entry:
     """expires_at: Unix time; 0: never; NEVER: whatever a tier sets
     checksums:  of the layers; empty for frames
     epoch:      number of clears before the entry
+    root:       key of its prompt's first chunk, as far as was here
     """
 
     __slots__ = (
@@ -58,6 +60,7 @@ class Entry:
         "offset",
         "parent",
         "pins",
+        "root",
         "slot",
         "taken_bytes",
     )
@@ -71,7 +74,7 @@ class Entry:
         first_token: int,
         expires_at: int,
     ) -> None:
-        self.key = wanted.key
+        self.key = self.root = wanted.key
         self.nbytes = wanted.nbytes
         self.parent = wanted.parent
         self.offset = offset
@@ -114,6 +117,7 @@ class RamTier:
         self.limits = MemoryLimits(namespace_bytes=quota_bytes)
         self._clock = clock
         self._entries: KeyTable[Entry] = KeyTable()
+        self.spares = SpareChunks(policy, self._entries.__getitem__)
         self._num_by: dict[bytes, int] = {}
         self._num_live = 0
         self._num_pinned = 0
@@ -251,6 +255,8 @@ class RamTier:
                 one, offset, size, num_tokens, first_token, expires_at
             )
             entry.epoch = self._epoch
+            if one.parent is not None and (above := self._entries.get(one.parent)) is not None:
+                entry.root = above.root
             entries.append(entry)
         self._num_by[namespace] = self._num_by.get(namespace, 0) + len(entries)
         self._num_live += len(entries)
@@ -498,6 +504,7 @@ class RamTier:
         self, namespace: bytes, sizes: list[int], wanted: bytes | None, zone: int | None
     ) -> list[int] | None:
         needed = sum(sizes)
+        self.spares.begin(len(sizes))
         if needed > self._slabs.capacity or not self._keep_limits(namespace, needed, wanted):
             return None
         tries = 0
@@ -576,7 +583,7 @@ class RamTier:
     ) -> bool:
         if self.before_eviction is not None:
             self.before_eviction()
-        victims = self._policy.victims(nbytes, self._is_kept, namespace, wanted)
+        victims = self.spares.victims(nbytes, self._is_kept, namespace, wanted)
         if self._policy.declined:
             self.refusal = DECLINED
         for key in victims:

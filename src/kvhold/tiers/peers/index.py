@@ -40,6 +40,12 @@ def digest_of(key: bytes) -> int:
     return xxh3_64_intdigest(key) or 1
 
 
+def numbers_of(mask: int) -> Iterator[int]:
+    while mask:
+        yield (mask & -mask).bit_length() - 1
+        mask &= mask - 1
+
+
 class PeerIndex:
     def __init__(self) -> None:
         self._counts = [0] * MOST_PEERS
@@ -55,6 +61,14 @@ class PeerIndex:
 
     def find(self, digest: int) -> PeerChunk | None:
         return self._tables[digest % _TABLES].find(digest)
+
+    def peers_of(self, digest: int) -> int:
+        """As a mask. Any thread: rarely wrong while another changes the table."""
+        try:
+            found = self.find(digest)
+        except IndexError:
+            return 0
+        return 0 if found is None else found.peers
 
     def add(self, digest: int, nbytes: int, *, peer: int) -> None:
         """The largest size is kept: codecs of hosts may differ.

@@ -37,11 +37,13 @@ from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import MOST_NAME, Directory, DirectoryConfig, Own
 from kvhold.tiers.peers.faults import TIER
 from kvhold.tiers.peers.follower import Follower
-from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
+from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of, numbers_of
+from kvhold.tiers.peers.keepers import keeper_of
 from kvhold.tiers.peers.loading import PeerLoading
 from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.peers.speed import PeerQueues
+from kvhold.tiers.spare_chunks import KEPT_ELSEWHERE, KEPT_HERE, ONLY_HERE
 from kvhold.tiers.url import TierUrl
 
 _THREADS = 4
@@ -245,6 +247,23 @@ class PeersTier:
         self._roster.serve_as(own)
         if self._inboxes is not None:
             self._inboxes.own_incarnation = own.incarnation
+
+    def copies_of(self, key: bytes, root: bytes) -> int:
+        """See `SpareChunks`. Any thread; what peers changed meanwhile is not known."""
+        mask = self._index.peers_of(digest_of(key))
+        holders = [
+            peer.incarnation
+            for peer in (self._roster.by_number(number) for number in numbers_of(mask))
+            if peer is not None
+            and peer.is_listed
+            and peer.is_followed
+            and self.clear_numbers.allow(key[:NAMESPACE_BYTES], peer.clears)
+        ]
+        if not holders:
+            return ONLY_HERE
+        own = self._roster.own.incarnation
+        keeps = own and keeper_of(digest_of(root), (own, *holders)) == own
+        return KEPT_HERE if keeps else KEPT_ELSEWHERE
 
     def address_to_load(self, name: str) -> str:
         """name: address, host or name of a peer. Any thread. Raises ConfigError."""

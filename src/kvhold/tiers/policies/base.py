@@ -15,6 +15,10 @@ NUM_VALUES = 16
 NEUTRAL = 8
 
 
+class EndOfSearch(Exception):
+    """Of the search in `some_victims`."""
+
+
 @dataclass
 class PolicyLookup:
     """For all calls about a lookup.
@@ -115,6 +119,11 @@ class Policy(Protocol):
         namespace: only its keys
         wanted:    empty if it is worth less than a victim
         """
+
+    def some_victims(
+        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None
+    ) -> list[bytes]:
+        """As `victims`, or fewer. `pinned` may raise EndOfSearch."""
 
     def nbytes(self, namespace: bytes | None = None) -> int:
         pass

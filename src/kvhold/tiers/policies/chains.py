@@ -6,13 +6,14 @@ all; demoted ones go first, in a queue of their own. Insert, touch and remove co
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from itertools import count
 from types import TracebackType
 from typing import Self, TypeAlias
 
 from kvhold.core.keys import NAMESPACE_BYTES
-from kvhold.tiers.policies.base import NEUTRAL, PolicyLookup
+from kvhold.tiers.policies.base import NEUTRAL, EndOfSearch, PolicyLookup
 from kvhold.tiers.policies.reuse_times import Use
 from kvhold.tiers.table import KeyTable
 
@@ -263,15 +264,34 @@ class ChainPolicy(ABC):
             return []
         space = self._all if namespace is None else self._spaces[namespace]
         with self._walk(space, pinned, wanted) as walk:
-            while walk.freed_bytes < nbytes:
-                chunk = walk.next_demoted() if self._num_demoted else None
-                chunk = chunk or walk.choose()
-                if chunk is None:
-                    self.declined = walk.declined
-                    return []
-                walk.take(chunk)
+            if not self._take(walk, nbytes):
+                self.declined = walk.declined
+                return []
         walk.settle()
         return walk.taken
+
+    def some_victims(
+        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None
+    ) -> list[bytes]:
+        space = self._all if namespace is None else self._spaces.get(namespace)
+        if space is None:
+            return []
+        is_enough = False
+        with self._walk(space, pinned, None) as walk, suppress(EndOfSearch):
+            is_enough = self._take(walk, nbytes)
+        if is_enough:
+            walk.settle()
+        return walk.taken
+
+    def _take(self, walk: "Walk", nbytes: int) -> bool:
+        """False: there are too few."""
+        while walk.freed_bytes < nbytes:
+            chunk = walk.next_demoted() if self._num_demoted else None
+            chunk = chunk or walk.choose()
+            if chunk is None:
+                return False
+            walk.take(chunk)
+        return True
 
     def nbytes(self, namespace: bytes | None = None) -> int:
         if namespace is None:

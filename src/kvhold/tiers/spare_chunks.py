@@ -1,0 +1,89 @@
+"""Evict first what peers have, too, so that the last copy of a fleet goes last.
+
+A reservation looks at few candidates, in the policy's order.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from kvhold.tiers.policies import Policy
+from kvhold.tiers.policies.base import EndOfSearch
+
+ONLY_HERE, KEPT_HERE, KEPT_ELSEWHERE = range(3)
+CopiesOf: TypeAlias = Callable[[bytes, bytes], int]
+"""From a key, and that of the first chunk of its prompt. KEPT_HERE: peers may evict theirs first"""
+
+_LOOKS, _LOOKS_A_CHUNK = 48, 2  # some 5 us each
+
+
+class _Chunk(Protocol):
+    @property
+    def root(self) -> bytes: ...
+
+    @property
+    def taken_bytes(self) -> int: ...
+
+
+class SpareChunks:
+    def __init__(self, policy: Policy, chunk_of: Callable[[bytes], _Chunk]) -> None:
+        self._policy = policy
+        self._chunk_of = chunk_of
+        self._looks = 0
+        self.copies_of: CopiesOf | None = None
+        """None: the policy alone decides."""
+
+    def begin(self, num_chunks: int) -> None:
+        """To be reserved."""
+        self._looks = _LOOKS + _LOOKS_A_CHUNK * num_chunks
+
+    def victims(
+        self,
+        nbytes: int,
+        pinned: Callable[[bytes], bool],
+        namespace: bytes | None = None,
+        wanted: bytes | None = None,
+    ) -> list[bytes]:
+        """As a policy's."""
+        policy = self._policy
+        # a wanted chunk is compared with the victims of `learned`
+        if self.copies_of is not None and not (policy.learns and wanted is not None):
+            chosen = self._spares(nbytes, pinned, namespace)
+            left = nbytes - sum(self._chunk_of(key).taken_bytes for key in chosen)
+            if left <= 0:
+                return chosen
+            is_chosen = set(chosen).__contains__
+            more = policy.victims(
+                left, lambda key: is_chosen(key) or pinned(key), namespace, wanted
+            )
+            if more:
+                return chosen + more
+        return policy.victims(nbytes, pinned, namespace, wanted)
+
+    def _spares(
+        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None
+    ) -> list[bytes]:
+        """At most; those first that peers keep."""
+        known: dict[bytes, int] = {}
+        chosen: dict[bytes, None] = {}
+        left = nbytes
+
+        def copies_of(key: bytes) -> int:
+            assert self.copies_of is not None
+            if key not in known:
+                if not self._looks:
+                    raise EndOfSearch
+                self._looks -= 1
+                known[key] = self.copies_of(key, self._chunk_of(key).root)
+            return known[key]
+
+        for least in (KEPT_ELSEWHERE, KEPT_HERE):
+            more = self._policy.some_victims(
+                left,
+                lambda key: key in chosen or pinned(key) or copies_of(key) < least,  # noqa: B023
+                namespace,
+            )
+            chosen |= dict.fromkeys(more)
+            left -= sum(self._chunk_of(key).taken_bytes for key in more)
+            if left <= 0:
+                break
+        return list(chosen)
