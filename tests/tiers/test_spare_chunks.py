@@ -192,12 +192,12 @@ def test_the_peers_of_a_chunk_are_read_while_the_table_changes() -> None:
 async def test_only_peers_that_are_followed_and_cleared_have_a_copy() -> None:
     key = make_key(1)
     async with served() as place, following(place.port, forget_s=60) as tier:
+        place.feed.incarnation = theirs = 3
         place.put(key, bytes(100))
         assert tier.copies_of(key, key) == ONLY_HERE
         await tier.check()
         await eventually(lambda: tier.copies_of(key, key) != ONLY_HERE)
         assert tier.copies_of(key, key) == KEPT_ELSEWHERE, "this node serves no peers"
-        theirs = place.feed.incarnation
         kept = Counter[int]()
         for number in range(200):
             tier.serve_as(Own(incarnation=number * 7919 + 1))
@@ -205,7 +205,7 @@ async def test_only_peers_that_are_followed_and_cleared_have_a_copy() -> None:
             is_here = keeper_of(digest_of(key), (own, theirs)) == own
             assert tier.copies_of(key, key) == (KEPT_HERE if is_here else KEPT_ELSEWHERE)
             kept[tier.copies_of(key, key)] += 1
-        assert min(kept[KEPT_HERE], kept[KEPT_ELSEWHERE]) > 50
+        assert min(kept[KEPT_HERE], kept[KEPT_ELSEWHERE]) > 20
         tier.advance(key[:16])
         assert tier.copies_of(key, key) == ONLY_HERE, "it has not made this host's clear"
     assert tier.peers[0].address == Address("127.0.0.1", place.port)

@@ -13,7 +13,7 @@ ONLY_HERE, KEPT_HERE, KEPT_ELSEWHERE = range(3)
 CopiesOf: TypeAlias = Callable[[bytes, bytes], int]
 """From a key, and that of the first chunk of its prompt. KEPT_HERE: peers may evict theirs first"""
 
-_LOOKS, _LOOKS_A_CHUNK = 48, 2  # some 5 us each
+_LOOKS, _LOOKS_A_CHUNK = 16, 2  # some 5 us each
 
 
 class _Chunk(Protocol):
