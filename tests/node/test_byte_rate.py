@@ -14,8 +14,6 @@ _RIGHT = 1e-6
 
 
 class Reads:
-    """Owners that read, and what each got when."""
-
     def __init__(self, bytes_per_s: int = RATE) -> None:
         self.world = World(1)
         self.world.may_stall = False
@@ -55,7 +53,6 @@ def test_no_span_of_time_has_more_bytes_than_the_limit_allows(num_owners: int) -
         for at_s, _, size in reads.got[begin:]:
             assert nbytes <= RATE * (at_s - begin_s) + _RIGHT
             nbytes += size
-    # nor is time lost while somebody waits
     assert reads.world.now <= sum(sizes) * num_owners / RATE + 3.3 * num_owners
 
 

@@ -188,7 +188,7 @@ class TestDoctor:
                     load_config({"tiers": [f"peers://127.0.0.1:{place.port}"]}, environ={})
                 )
                 assert tier.says[-1] == "no peer can be followed"
-                assert other.says[1].startswith("version: upgrade kvhold on the side")
+                assert other.says[1].startswith("version: upgrade kvhold on the older host")
 
     async def test_a_certificate_of_another_authority_is_named(self, tmp_path: Path) -> None:
         try:

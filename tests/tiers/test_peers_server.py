@@ -230,7 +230,6 @@ class TestServer:
             took_s = asyncio.get_running_loop().time() - began_s
             assert sizes == [120_000 - begin] * 16
             assert into == [value[begin:] for value in values.values()]
-            # the last group goes when all before it have taken their time
             assert took_s >= (15 * 119_000) / limit - limit * 0.1 / limit
             waits = place.server.metrics.as_dict()
             [waited_s] = [

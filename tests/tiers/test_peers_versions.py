@@ -1,4 +1,4 @@
-"""Nodes of other versions: msgpack written out, as an earlier or later release sends it."""
+"""Nodes of other versions, in raw msgpack."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -51,7 +51,7 @@ async def connected(port: int, version: int) -> Wire:
 
 
 class OtherNode:
-    """Serves one chunk. spoken: by hello's version, what it answers; None: it refuses"""
+    """spoken: by the hello's version; None: it refuses"""
 
     def __init__(self, spoken: dict[int, int | None], *more: Any) -> None:
         self._spoken, self._more = spoken, more
@@ -105,7 +105,7 @@ async def test_a_reader_one_version_apart_is_served_in_the_lower_version(apart: 
         assert await wire.read_bytes(len(VALUE)) == VALUE
         await wire.send("Follow", 0, 0)
         pages = [await wire.read()]
-        while pages[-1][0] != "Page":  # the change may come before
+        while pages[-1][0] != "Page":
             pages.append(await wire.read())
         assert pack([(digest_of(make_key(1)), len(VALUE))]).digests == pages[-1][5]
         wire.close()

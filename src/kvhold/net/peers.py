@@ -24,7 +24,7 @@ from kvhold.core.keys import Query
 from kvhold.net.login import LoginRefused
 
 PEERS_VERSION = 1
-VERSIONS_APART = 1  # at most; the lower one is spoken
+VERSIONS_APART = 1  # at most
 PEERS_MAGIC = "kvhold-peer"
 DEFAULT_PORT = 7711
 BEAT_S = 1.0

@@ -1,7 +1,4 @@
-"""Bytes per second, in equal parts for the owners that wait.
-
-Start-time fair queueing (Goyal et al., SIGCOMM 1996). One event loop.
-"""
+"""Bytes per second, in equal parts (start-time fair queueing). One event loop."""
 
 import asyncio
 from collections.abc import Hashable
@@ -11,8 +8,6 @@ from typing import NamedTuple
 
 
 class _Waiting(NamedTuple):
-    """start: in bytes of an owner that always waits"""
-
     start: float
     number: int
     nbytes: int
@@ -35,7 +30,6 @@ class ByteRate:
         return sum(not one.turn.done() for one in self._waiting)
 
     async def take(self, nbytes: int, owner: Hashable) -> None:
-        """Wait until earlier bytes have taken their time."""
         if not self.bytes_per_s or not nbytes:
             return
         start = max(self._start, self._ends.get(owner, 0.0))
@@ -46,7 +40,7 @@ class ByteRate:
         await turn
 
     def add(self, nbytes: int) -> None:
-        """Bytes beyond those that were taken; fewer than 0: less was sent."""
+        """Negative: fewer were sent than taken."""
         if self.bytes_per_s and nbytes:
             if nbytes > 0:
                 now_s = asyncio.get_running_loop().time()

@@ -7,7 +7,7 @@ from kvhold.core.errors import ConfigError
 def evict_last_copies_last(
     config: ServePeersConfig, state: CacheState, tier_worker: TierWorker | None
 ) -> None:
-    """If the setting says so. Raises ConfigError: no peers are followed."""
+    """Raises ConfigError."""
     if not config.last_copies:
         return
     tier = None if tier_worker is None else tier_worker.peers_tier

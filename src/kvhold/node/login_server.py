@@ -40,7 +40,7 @@ _hello: Decoder[login.LoginHello] = Decoder(login.LoginHello)
 
 @dataclass(frozen=True)
 class ServedProtocol:
-    """most_apart: accepted difference of versions; the lower one is spoken"""
+    """most_apart: of versions; the lower is spoken"""
 
     magic: str
     version: int
@@ -232,7 +232,6 @@ class LoginServer(ABC):
                 stream.close()
 
     async def _log_in(self, stream: Stream) -> int:
-        """Returns the version to speak."""
         try:
             prefix = await stream.read(LENGTH_BYTES)
             hello = _hello.decode(await stream.read(body_length(prefix, login.MAX_HELLO_BYTES)))

@@ -1,7 +1,6 @@
 """Serves chunks and changes to followers, lends chunks, and loads prompts. One event loop.
 
-The bytes in flight and per second are limited, in total and per peer (`byte_budget.py`,
-`byte_rate.py`).
+The bytes in flight and per second are limited, in total and per peer.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ _PROTOCOL = ServedProtocol(
 _GROUP_BYTES = 17 << 20  # pinned for one get: a batch with headers
 _LENT_GROUP_BYTES = 64 << 20  # by one lease
 _GROUP_KEYS = 128  # per turn of the node's loop
-_GROUP_S = 0.1  # of `bytes_per_s`
+_GROUP_S = 0.1
 _LEAST_BYTES_PER_S = 1 << 20
 _request: Decoder[p.Request] = Decoder(p.Request)
 
@@ -257,7 +256,7 @@ class PeerServer(LoginServer):
             await self._send(stream, [encode(p.PeerValues(sizes)), *pieces])
 
     async def _take(self, keys: Sequence[bytes], room: Sequence[int], peer: ServedPeer) -> int:
-        """Wait for `bytes_per_s`. Returns the expected bytes."""
+        """Returns the expected bytes."""
         if not self.rate.bytes_per_s:
             return 0
         began_s = asyncio.get_running_loop().time()

@@ -44,7 +44,7 @@ class Entry:
     """expires_at: Unix time; 0: never; NEVER: whatever a tier sets
     checksums:  of the layers; empty for frames
     epoch:      number of clears before the entry
-    root:       key of its prompt's first chunk, as far as was here
+    root:       key of its prompt's first chunk here
     """
 
     __slots__ = (

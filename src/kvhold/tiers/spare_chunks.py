@@ -1,7 +1,4 @@
-"""Evict first what peers have, too, so that the last copy of a fleet goes last.
-
-A reservation looks at few candidates, in the policy's order.
-"""
+"""Evict first what peers have, too, among a few candidates of a reservation."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
@@ -11,7 +8,7 @@ from kvhold.tiers.policies.base import EndOfSearch
 
 ONLY_HERE, KEPT_HERE, KEPT_ELSEWHERE = range(3)
 CopiesOf: TypeAlias = Callable[[bytes, bytes], int]
-"""From a key, and that of the first chunk of its prompt. KEPT_HERE: peers may evict theirs first"""
+"""Of a key, and that of its prompt's first chunk."""
 
 _LOOKS, _LOOKS_A_CHUNK = 16, 2  # some 5 us each
 
@@ -30,10 +27,8 @@ class SpareChunks:
         self._chunk_of = chunk_of
         self._looks = 0
         self.copies_of: CopiesOf | None = None
-        """None: the policy alone decides."""
 
     def begin(self, num_chunks: int) -> None:
-        """To be reserved."""
         self._looks = _LOOKS + _LOOKS_A_CHUNK * num_chunks
 
     def victims(
@@ -43,9 +38,8 @@ class SpareChunks:
         namespace: bytes | None = None,
         wanted: bytes | None = None,
     ) -> list[bytes]:
-        """As a policy's."""
         policy = self._policy
-        # a wanted chunk is compared with the victims of `learned`
+        # `learned` compares `wanted` with victims
         if self.copies_of is not None and not (policy.learns and wanted is not None):
             chosen = self._spares(nbytes, pinned, namespace)
             left = nbytes - sum(self._chunk_of(key).taken_bytes for key in chosen)
@@ -62,7 +56,6 @@ class SpareChunks:
     def _spares(
         self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None
     ) -> list[bytes]:
-        """At most; those first that peers keep."""
         known: dict[bytes, int] = {}
         chosen: dict[bytes, None] = {}
         left = nbytes

@@ -59,7 +59,7 @@ ADVICE: dict[Cause, str] = {
         "the peer or the network is overloaded: see `kvhold peers` there; answer_timeout_s is the "
         "deadline"
     ),
-    "version": "upgrade kvhold on the side that the fault names; versions may differ by one",
+    "version": "upgrade kvhold on the older host: versions may differ by one",
     "busy": "raise peers.max_connections at the peer, or lower connections in tiers",
     "token": "set token_file here to the token of peers.token_file at the peer",
     "certificate": (

@@ -63,7 +63,7 @@ class PeerIndex:
         return self._tables[digest % _TABLES].find(digest)
 
     def peers_of(self, digest: int) -> int:
-        """As a mask. Any thread: rarely wrong while another changes the table."""
+        """Any thread; rarely wrong."""
         try:
             found = self.find(digest)
         except IndexError:

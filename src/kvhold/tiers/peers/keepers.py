@@ -1,4 +1,4 @@
-"""Rendezvous hashing (Thaler and Ravishankar, 1998): all hosts choose the same keeper."""
+"""Rendezvous hashing: all hosts choose the same keeper."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,6 @@ _MOST = (1 << 64) - 1
 
 
 def keeper_of(digest: int, incarnations: Iterable[int]) -> int:
-    """digest: of what is kept"""
     return max(incarnations, key=lambda one: (_weight(digest, one), one))
 
 

@@ -1,12 +1,12 @@
-"""The time a byte that a peer's latest loads took, and which of several peers is the fastest."""
+"""Which of several peers is expected to send first."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 from statistics import median
 
 _MOST_LOADS = 15
-_RECENT_S = 30.0  # then it is measured again
-_LEAST_BYTES = 64 << 10  # smaller loads say little of larger ones
+_RECENT_S = 30.0
+_LEAST_BYTES = 64 << 10  # less is mostly latency
 
 
 class PeerSpeed:
@@ -21,16 +21,14 @@ class PeerSpeed:
         self._loads.clear()
 
     def seconds_per_byte(self, now_s: float) -> float | None:
-        """The median; None: unknown."""
+        """None: unknown."""
         while self._loads and self._loads[0][0] < now_s - _RECENT_S:
             self._loads.popleft()
         return median(seconds for _, seconds in self._loads) if self._loads else None
 
 
 class PeerQueues:
-    """speeds: seconds a byte
-    asked_bytes: outstanding, by peer; `put` adds to it
-    """
+    """speeds: seconds a byte"""
 
     def __init__(self, speeds: Mapping[int, float | None], asked_bytes: Mapping[int, int]) -> None:
         self._speeds = speeds
@@ -38,7 +36,7 @@ class PeerQueues:
         self._slowest = max((one for one in speeds.values() if one), default=1.0)
 
     def put(self, nbytes: int, peers: Iterable[int]) -> int:
-        """Returns the peer that is expected to be done first. An unknown one is tried."""
+        """Returns the peer. An unknown one is tried."""
         number = min(peers, key=lambda number: self._seconds(number, nbytes))
         self._asked_bytes[number] += nbytes
         return number

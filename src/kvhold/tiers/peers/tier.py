@@ -249,7 +249,7 @@ class PeersTier:
             self._inboxes.own_incarnation = own.incarnation
 
     def copies_of(self, key: bytes, root: bytes) -> int:
-        """See `SpareChunks`. Any thread; what peers changed meanwhile is not known."""
+        """See `SpareChunks`. Any thread."""
         mask = self._index.peers_of(digest_of(key))
         holders = [
             peer.incarnation

@@ -16,7 +16,7 @@ NEUTRAL = 8
 
 
 class EndOfSearch(Exception):
-    """Of the search in `some_victims`."""
+    """In `some_victims`."""
 
 
 @dataclass

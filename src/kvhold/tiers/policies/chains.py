@@ -284,7 +284,6 @@ class ChainPolicy(ABC):
         return walk.taken
 
     def _take(self, walk: "Walk", nbytes: int) -> bool:
-        """False: there are too few."""
         while walk.freed_bytes < nbytes:
             chunk = walk.next_demoted() if self._num_demoted else None
             chunk = chunk or walk.choose()
