@@ -72,7 +72,7 @@ class Introduce(PeerMessage, frozen=True):
 
 
 class PeerGet(PeerMessage, frozen=True):
-    """Frames, or a range of each. -> PeerValues, repeatedly
+    """Frames, or a range of each.
 
     keys:   KEY_BYTES each, joined
     room:   the most bytes for each frame
@@ -129,7 +129,7 @@ class Lent(PeerMessage, frozen=True):
 
     channel:   number of the agent
     lease:     for Returned
-    sizes:     of the frames; None: not here, or larger than its room
+    sizes:     as in PeerValues
     lent:      the last bytes of each frame; 0: all its bytes follow
     addresses: of the lent bytes
     """
@@ -175,9 +175,7 @@ class PeerHolds(PeerMessage, frozen=True):
 
 
 class Follow(PeerMessage, frozen=True):
-    """-> Page, PeerChanges
-
-    incarnation, after: the latest known; 0: none
+    """incarnation, after: the latest known; 0: none
     """
 
     incarnation: int
