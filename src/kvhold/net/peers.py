@@ -175,8 +175,7 @@ class PeerHolds(PeerMessage, frozen=True):
 
 
 class Follow(PeerMessage, frozen=True):
-    """incarnation, after: the latest known; 0: none
-    """
+    """incarnation, after: the latest known; 0: none"""
 
     incarnation: int
     after: int

@@ -71,7 +71,7 @@ class PeerServer(LoginServer):
         """metrics: of the server's thread
         plan:    None: chunks are sent over TCP
 
-        Raises ConfigError: an address that may not be exposed, unusable credentials or limits.
+        Raises ConfigError.
         """
         if 0 < config.bytes_per_s < _LEAST_BYTES_PER_S:
             raise ConfigError(

@@ -10,7 +10,7 @@ ONLY_HERE, KEPT_HERE, KEPT_ELSEWHERE = range(3)
 CopiesOf: TypeAlias = Callable[[bytes, bytes], int]
 """Of a key, and that of its prompt's first chunk."""
 
-_LOOKS, _LOOKS_A_CHUNK = 16, 2  # some 5 us each
+_LOOKS, _LOOKS_A_CHUNK = 16, 2
 
 
 class _Chunk(Protocol):

@@ -19,7 +19,6 @@ class RelayedLink:
         self._forgotten = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
         self.delay_s = 0.0
-        """Of each piece."""
         self._server: asyncio.Server | None = None
         self.port = 0
 

@@ -21,7 +21,6 @@ class PeerSpeed:
         self._loads.clear()
 
     def seconds_per_byte(self, now_s: float) -> float | None:
-        """None: unknown."""
         while self._loads and self._loads[0][0] < now_s - _RECENT_S:
             self._loads.popleft()
         return median(seconds for _, seconds in self._loads) if self._loads else None
