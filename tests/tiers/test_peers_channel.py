@@ -406,6 +406,22 @@ class TestLeases:
             assert (await second).sizes == [FRAME_BYTES] * 2, "the first lease has ended"
             stream.close()
 
+    async def test_lent_bytes_count_for_the_limit_of_bytes_a_second(self) -> None:
+        limit = 1 << 20
+        async with pair(bytes_per_s=limit) as two:
+            await two.tier.check()
+            await two.store(*range(4))
+            stream = await logged_in(two.place)
+            began_s = asyncio.get_running_loop().time()
+            left = list(range(4))
+            while left:
+                lent = await borrow(stream, left)
+                assert lent.sizes == [FRAME_BYTES]
+                left = left[1:]
+            took_s = asyncio.get_running_loop().time() - began_s
+            assert took_s >= 3 * FRAME_BYTES / limit
+            stream.close()
+
     async def test_leases_of_a_connection_have_a_limit(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
