@@ -1,18 +1,27 @@
 """`kvhold bench peers` and `kvhold bench soak peers` in small: what they measure and find."""
 
 import json
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from kvhold.cli import cli
+from kvhold.core.config import ClientConfig
 from kvhold.net.nixl_agent import is_installed
 from kvhold_lab.bench.peers import rows
 from kvhold_lab.bench.peers_rows import PeersRow, PeersSizes
+from kvhold_lab.bench.second_host import NoSecondHost
+from kvhold_lab.bench.servers import running_node
 from kvhold_lab.bench.soak import peers as soak
+from kvhold_lab.bench.soak.hash_engine import SPACE, HashEngine, answer, compute_kv
+from kvhold_lab.bench.soak.peers_fleet import FleetNetwork, namespaces_network, relays_network
 
 pytestmark = pytest.mark.server
 
@@ -67,11 +76,44 @@ def test_the_rows_are_written_as_json(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads((tmp_path / "rows.json").read_text()) == [asdict(row)]
 
 
+@pytest.mark.parametrize("network_of", [namespaces_network, relays_network])
 def test_peers_that_are_killed_and_cut_off_give_no_wrong_byte_and_keep_nothing(
+    network_of: Callable[[int], AbstractContextManager[FleetNetwork]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(soak, "_CHAOS_S", (0.1, 0.5))
-    found = soak.run(15, 1, nodes=3)
-    assert (found.wrong, found.late, found.left) == (0, 0, 0), found.findings
-    assert found.requests > 0
-    assert {field.name for field in fields(found)} >= {"kills", "cuts", "forgotten"}
+    small: dict[str, Any] = {
+        "_DOCUMENTS": 15,
+        "_PAUSES_S": (0.1, 0.4),
+        "_WARM_UP_REQUESTS": 40,
+        "_QUIET_S": (2, 2),
+        "_CUTS_S": (3,),
+        "_AFTER_S": 4,
+        "_OLD_S": 0,
+        "_BACK_S": 60,
+        "_ALLOWED_S": 30,
+        "_BACK_SHARE": 0.5,
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(soak, name, value)
+    try:
+        found = soak.run(100, 1, nodes=4, network_of=network_of)
+    except NoSecondHost as error:
+        pytest.skip(str(error))
+    assert found.passed, (found.findings, found.missing)
+    assert found.requests >= 100
+    assert min(found.kills, found.restarts, found.cuts, found.peer_tokens) > 0
+
+
+def test_wrong_kv_in_the_cache_is_seen_in_bytes_and_tokens() -> None:
+    tokens, others = (np.random.default_rng(seed).integers(0, 99, 40, np.int32) for seed in (1, 2))
+    with running_node() as client:
+        client.register(SPACE)
+        engine = HashEngine(client, ClientConfig(), 60)
+        cold = engine.serve(tokens, compute_kv(tokens))
+        warm = engine.serve(tokens, compute_kv(tokens))
+        wrong = engine.serve(tokens, compute_kv(others))
+    assert (cold.hit_tokens, warm.hit_tokens, cold.stored_tokens) == (0, 40, 40)
+    assert cold.tokens == warm.tokens == answer(compute_kv(tokens))
+    assert answer(compute_kv(others)) != cold.tokens
+    assert (cold.wrong_bytes, warm.wrong_bytes, cold.late, cold.refused) == (0, 0, [], [])
+    assert wrong.wrong_bytes

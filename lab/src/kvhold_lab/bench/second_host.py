@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvhold.core.errors import KVHoldError
 
-_PREFIX = "kvb"
+PREFIX = "kvb"
 _QUEUE = ("burst", "256kb", "latency", "50ms")
 
 
@@ -41,40 +41,40 @@ def second_host(mbit_s: float = 0) -> Iterator[SecondHost]:
     """mbit_s: of the network, in each direction; 0: no limit. Raises NoSecondHost."""
     if shutil.which("ip") is None:
         raise NoSecondHost("the program ip is not installed here (apt-get install iproute2)")
-    _remove_those_of_ended_runs()
-    name, network = f"{_PREFIX}{os.getpid()}", f"10.214.{os.getpid() % 250}"
+    remove_those_of_ended_runs()
+    name, network = f"{PREFIX}{os.getpid()}", f"10.214.{os.getpid() % 250}"
     host = SecondHost(name, f"{network}.2", f"{network}.1")
     there, here = f"{name}b", f"{name}a"
-    _run("netns", "add", name)
+    run_ip("netns", "add", name)
     try:
-        _run("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        _run("addr", "add", f"{host.here}/24", "dev", here)
-        _run("link", "set", here, "up")
-        _run("-n", name, "addr", "add", f"{host.address}/24", "dev", there)
+        run_ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+        run_ip("addr", "add", f"{host.here}/24", "dev", here)
+        run_ip("link", "set", here, "up")
+        run_ip("-n", name, "addr", "add", f"{host.address}/24", "dev", there)
         for interface in ("lo", there):
-            _run("-n", name, "link", "set", interface, "up")
+            run_ip("-n", name, "link", "set", interface, "up")
         if mbit_s:
             limit = ("root", "tbf", "rate", f"{mbit_s}mbit", *_QUEUE)
-            _run("qdisc", "add", "dev", here, *limit, program="tc")
-            _run("-n", name, "qdisc", "add", "dev", there, *limit, program="tc")
+            run_ip("qdisc", "add", "dev", here, *limit, program="tc")
+            run_ip("-n", name, "qdisc", "add", "dev", there, *limit, program="tc")
         yield host
     finally:
         for end in (("link", "del", here), ("netns", "del", name)):
             with suppress(NoSecondHost):
-                _run(*end)
+                run_ip(*end)
 
 
-def _remove_those_of_ended_runs() -> None:
+def remove_those_of_ended_runs() -> None:
     listed = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, check=False
     ).stdout
-    for name, pid in re.findall(rf"^({_PREFIX}(\d+))\b", listed, re.MULTILINE):
+    for name, pid in re.findall(rf"^({PREFIX}(\d+)\w*)", listed, re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():
             with suppress(NoSecondHost):
-                _run("netns", "del", name)
+                run_ip("netns", "del", name)
 
 
-def _run(*arguments: str, program: str = "ip") -> None:
+def run_ip(*arguments: str, program: str = "ip") -> None:
     try:
         subprocess.run([program, *arguments], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:

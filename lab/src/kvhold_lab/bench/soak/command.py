@@ -98,16 +98,36 @@ def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> 
 
 
 @command.command()
-@click.option("--seconds", default=600.0, show_default=True, help="Length of the run.")
+@click.option("--requests", default=2_000, show_default=True, help="Least number of requests.")
 @click.option("--nodes", default=8, show_default=True, type=click.IntRange(2, 32))
+@click.option(
+    "--network",
+    type=click.Choice(["namespaces", "relays"]),
+    help="One network namespace for each node (needs root), or relays on loopback. [default: "
+    "namespaces if permitted]",
+)
 @_seed
 @_json
-def peers(seconds: float, nodes: int, seed: int, json_file: Path | None) -> None:
-    """Nodes that serve each other are killed and cut off: wrong bytes, late calls, bytes left?"""
+def peers(
+    requests: int, nodes: int, network: str | None, seed: int, json_file: Path | None
+) -> None:
+    """Kill, restart and cut off nodes that serve each other: is all KV right, and soon found?"""
     with needing("'kvhold[lab]'"):
-        from kvhold_lab.bench.soak import peers as run
+        from kvhold_lab.bench.second_host import NoSecondHost
+        from kvhold_lab.bench.soak import peers as soak
+        from kvhold_lab.bench.soak.peers_fleet import relays_network
 
-    _report(lambda: run.run(seconds, seed, nodes=nodes), json_file)
+    def run() -> soak.PeersSoak:
+        if network != "relays":
+            try:
+                return soak.run(requests, seed, nodes=nodes)
+            except NoSecondHost as error:
+                if network:
+                    raise click.ClickException(f"--network: {error}") from None
+                click.echo(f"relays on loopback, as {error}", err=True)
+        return soak.run(requests, seed, nodes=nodes, network_of=relays_network)
+
+    _report(run, json_file)
 
 
 @command.command()

@@ -1,64 +1,97 @@
-"""Nodes are killed, links fail. At the end one node clears, and all must be empty."""
+"""Nodes are killed, restarted and cut off from each other, while engines use them.
 
-import json
-import os
+At the end one node clears, and all must be empty.
+"""
+
 import random
-import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvhold.core.config import ClientConfig
-from kvhold.core.errors import KVHoldError
-from kvhold.core.keys import Namespace, Prompt
-from kvhold.core.layout import Group, Layout
-from kvhold.node import NodeClient
-from kvhold.testing.cache import a_prompt, check, store
-from kvhold_lab.bench.relay import RelayedLink, RelayedNetwork
-from kvhold_lab.bench.servers import serve_command
-from kvhold_lab.quiet import quiet
-from kvhold_lab.servers.base import free_port
+import numpy as np
 
-SPACE = Namespace(
-    model="peers soak",
-    layout=Layout(
-        groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),),
-        tokens_per_chunk=16,
-    ),
+from kvhold.core.config import ClientConfig
+from kvhold.node import NodeClient
+from kvhold_lab.bench.soak.hash_engine import (
+    SPACE,
+    VOCABULARY,
+    HashEngine,
+    Tokens,
+    answer,
+    compute_kv,
 )
-_PROMPTS = 200  # of up to 1 MB: several times one node's memory
-_MOST_TOKENS = 1000
-_RAM_BYTES = 32 << 20
-_CALL_S, _ARRIVAL_S = 5.0, 5.0
-_SLACK_S = 10.0
+from kvhold_lab.bench.soak.peers_fleet import (
+    FleetNetwork,
+    SoakNode,
+    namespaces_network,
+)
+from kvhold_lab.quiet import quiet
+
+_DOCUMENTS = 100  # twice one node's memory
+_DOCUMENT_TOKENS = (200, 1000)
+_QUESTION_TOKENS = (1, 60)
+_NEW_DOCUMENTS = 0.05  # share of the requests
+_PAUSES_S = (0.4, 1.6)  # between an engine's requests
+_WARM_UP_REQUESTS = 300
+_QUIET_S, _CUTS_S = (3.0, 5.0), (1.0, 4.0, 8.0, 14.0)
+_BACK_S, _AFTER_S = 10.0, 10.0
+_BACK_SHARE = 0.9  # of the hit rate before
+_OLD_S = 15.0  # a node whose memory is measured from then on
+_GROWTH_BYTES = 16 << 20
+_ALLOWED_S = 1.0
 _PATIENCE_S = 60.0
-_CHAOS_S = (0.3, 2.0)
-_STOP_S = 20.0
-_KINDS = ("kills", "cuts", "forgotten")
+_CONFIG = ClientConfig(
+    connect_timeout_s=2.0, call_timeout_s=2.0, arrival_timeout_s=2.0, reconnect_interval_s=0.1
+)
+_HELD = ("used_bytes", "pinned_chunks", "arriving_chunks", "held")
 
 
 @dataclass(frozen=True)
 class PeersSoak:
-    """wrong, late and left must be 0."""
+    """wrong_tokens:  requests with another answer than without a cache
+    wrong_bytes:   of loaded KV
+    damaged:       hits that the cache itself found damaged
+    late:          calls after their deadline
+    not_back:      heals after which a node had not found a prompt of the other side in 10 s
+    slowest_back_s: of the heals
+    hit_rate_...:  of the tokens, before cuts, during them, and in the 10 s after them
+    grown_bytes:   the most that a node's own memory grew since its warm-up
+    measured_nodes: with such a measurement
+    left:          nodes that held something at the end
+    """
 
+    network: str
     nodes: int
     requests: int
+    calls: int
     stored_tokens: int
-    found_tokens: int
-    loaded_tokens: int
+    hit_tokens: int
+    peer_tokens: int
     refused: int
     kills: int
+    restarts: int
     cuts: int
     forgotten: int
-    wrong: int
+    wrong_tokens: int
+    wrong_bytes: int
+    damaged: int
     late: int
+    not_back: int
+    slowest_back_s: float
+    hit_rate_before: float
+    hit_rate_cut: float
+    hit_rate_after: float
+    grown_bytes: int
+    measured_nodes: int
     left: int
     findings: list[str]
+    missing: list[str]
     seconds: float
     passed: bool
 
@@ -67,37 +100,68 @@ class PeersSoak:
 class _Tally:
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
+    phase: str = "warm-up"
+    back_s: list[float] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str, count: int = 1, finding: str = "") -> None:
         with self.lock:
             self.counts[name] += count
             if finding and len(self.findings) < 20:
-                self.findings.append(finding)
+                self.findings.append(f"{name}: {finding}")
+
+    def hit_rate(self, phase: str) -> float:
+        asked = self.counts[f"asked {phase}"]
+        return round(self.counts[f"hit {phase}"] / asked, 3) if asked else 0.0
+
+
+class _Texts:
+    """Documents that requests share, and new ones in the place of old ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = np.random.default_rng(seed)
+        self._documents = [self._document() for _ in range(_DOCUMENTS)]
+        self._lock = threading.Lock()
+
+    def prompt(self) -> Tokens:
+        with self._lock:
+            number = int(self._chance.integers(_DOCUMENTS))
+            if self._chance.random() < _NEW_DOCUMENTS:
+                self._documents[number] = self._document()
+            question = self._tokens(int(self._chance.integers(*_QUESTION_TOKENS)))
+            return np.concatenate([self._documents[number], question])
+
+    def unseen(self) -> Tokens:
+        with self._lock:
+            return self._document()
+
+    def _document(self) -> Tokens:
+        return self._tokens(int(self._chance.integers(*_DOCUMENT_TOKENS)))
+
+    def _tokens(self, count: int) -> Tokens:
+        return self._chance.integers(0, VOCABULARY, count, dtype=np.int32)
 
 
 @quiet("kvhold.node")
-def run(seconds: float, seed: int, *, nodes: int = 8) -> PeersSoak:
+def run(
+    requests: int,
+    seed: int,
+    *,
+    nodes: int = 8,
+    network_of: Callable[[int], AbstractContextManager[FleetNetwork]] = namespaces_network,
+) -> PeersSoak:
+    """Raises NoSecondHost."""
     began_s = time.monotonic()
-    chance, tally = random.Random(seed), _Tally()
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-peers-soak-") as folder,
-        RelayedNetwork() as network,
+        network_of(nodes) as network,
         ExitStack() as stack,
     ):
-        ports = [free_port() for _ in range(nodes)]
-        links = {
-            (source, target): network.link(("127.0.0.1", ports[target]))
-            for source in range(nodes)
-            for target in range(nodes)
-            if source != target
-        }
+        token = Path(folder) / "token"
+        token.touch(mode=0o600)
+        token.write_text("kvhold bench soak peers\n")
         fleet = [
-            _Node(
-                Path(folder) / f"node-{number}",
-                ports[number],
-                [link.port for (source, _), link in links.items() if source == number],
-            )
+            SoakNode(number, network, Path(folder) / f"node-{number}", token)
             for number in range(nodes)
         ]
         for node in fleet:
@@ -105,142 +169,186 @@ def run(seconds: float, seed: int, *, nodes: int = 8) -> PeersSoak:
             node.start()
         for node in fleet:
             node.wait_until_ready()
-        ended = threading.Event()
-        asking = [
-            threading.Thread(target=_ask, args=(node, random.Random(f"{seed} {at}"), tally, ended))
-            for at, node in enumerate(fleet)
+        soak = _Soak(fleet, network, seed)
+        soak.run(requests)
+        soak.measure_growth()
+        left = soak.count_left()
+    return _report(soak, network.kind, left, time.monotonic() - began_s)
+
+
+class _Soak:
+    def __init__(self, fleet: list[SoakNode], network: FleetNetwork, seed: int) -> None:
+        self.fleet = fleet
+        self.tally = _Tally()
+        self.grown: list[int] = []
+        self._network = network
+        self._chance = random.Random(seed)
+        self._texts = _Texts(seed)
+        self._ended = threading.Event()
+
+    def run(self, requests: int) -> None:
+        """At least one round."""
+        with ExitStack() as stack:
+            engines = []
+            for number, node in enumerate(self.fleet):
+                client = stack.enter_context(node.client(_CONFIG, f"soak {number}"))
+                client.register(SPACE)
+                engines.append(HashEngine(client, _CONFIG, _ALLOWED_S))
+            askers = stack.enter_context(ThreadPoolExecutor(len(engines)))
+            asking = [
+                askers.submit(self._ask, engine, random.Random(f"{self._chance.random()}"))
+                for engine in engines
+            ]
+            stack.callback(self._ended.set)
+            stack.callback(self._network.mend)
+            while self.tally.counts["requests"] < _WARM_UP_REQUESTS and not self._ended.is_set():
+                self._wait(0.05)
+            while True:
+                self._round(engines)
+                if self.tally.counts["requests"] >= requests or self._ended.is_set():
+                    break
+            self._ended.set()
+            for asked in asking:
+                asked.result()
+
+    def measure_growth(self) -> None:
+        for number, node in enumerate(self.fleet):
+            grown = node.growth()
+            if grown is None:
+                continue
+            self.grown.append(grown)
+            if grown > _GROWTH_BYTES:
+                self.tally.add("grown", finding=f"node {number} by {grown:,} bytes")
+
+    def count_left(self) -> int:
+        patient = ClientConfig(call_timeout_s=_PATIENCE_S)
+        until_s = time.monotonic() + _PATIENCE_S
+        with ExitStack() as stack:
+            clients = [
+                stack.enter_context(node.client(patient, "soak, end")) for node in self.fleet
+            ]
+            left = dict(enumerate(clients))
+            clients[0].clear()
+            while left and time.monotonic() < until_s:
+                left = {number: one for number, one in left.items() if not _is_empty(one)}
+                time.sleep(0.1)
+            for number, client in left.items():
+                status = client.status()
+                kept = {name: status[name] for name in _HELD}  # type: ignore[literal-required]
+                self.tally.add("left", finding=f"node {number}: {kept}")
+            return len(left)
+
+    def _round(self, engines: list[HashEngine]) -> None:
+        """Before, during and after a cut."""
+        everyone = range(len(self.fleet))
+        side = self._chance.sample(everyone, self._chance.randint(1, len(everyone) // 2))
+        interruptions = self._chance.sample(("kills", "restarts"), 2)
+        self.tally.phase = "before"
+        self._interrupt(interruptions[0])
+        if self._network.forget(self._chance.choice(everyone)):
+            self.tally.add("forgotten")
+        self._wait(self._chance.uniform(*_QUIET_S))
+
+        self.tally.phase = "cut"
+        self._network.split(side)
+        self.tally.add("cuts")
+        until_s = time.monotonic() + self._chance.choice(_CUTS_S)
+        self._interrupt(interruptions[1])
+        self._wait(until_s - time.monotonic())
+        others = [number for number in everyone if number not in side]
+        far = [
+            (self._store_unseen(engines, source), target)
+            for source, target in ((side, others), (others, side))
         ]
-        for thread in asking:
-            thread.start()
-        try:
-            _break(fleet, links, chance, tally, time.monotonic() + seconds)
-        finally:
-            ended.set()
-            for thread in asking:
-                thread.join()
-        for link in links.values():
-            link.mend()
-        left = _at_baseline(fleet, tally)
-    counts = tally.counts
-    met = all(counts[name] for name in ("loaded", *_KINDS))
-    return PeersSoak(
-        nodes,
-        counts["requests"],
-        counts["stored"],
-        counts["found"],
-        counts["loaded"],
-        counts["refused"],
-        counts["kills"],
-        counts["cuts"],
-        counts["forgotten"],
-        counts["wrong"],
-        counts["late"],
-        left,
-        tally.findings,
-        round(time.monotonic() - began_s, 1),
-        met and not (counts["wrong"] or counts["late"] or left),
-    )
+        for tokens, numbers in far:
+            if any(engines[number].find(tokens) for number in numbers):
+                self.tally.add("crossed", finding="a prompt was found across a cut")
 
+        self._network.mend()
+        mended_s = time.monotonic()
+        self.tally.phase = "after"
+        self._wait_until_back(engines, far, mended_s)
+        self._wait(mended_s + _AFTER_S - time.monotonic())
+        for node in self.fleet:
+            node.take_baseline(_OLD_S)
 
-def _break(
-    fleet: list["_Node"],
-    links: dict[tuple[int, int], RelayedLink],
-    chance: random.Random,
-    tally: _Tally,
-    until_s: float,
-) -> None:
-    kinds: list[str] = []
-    while time.monotonic() < until_s:
-        number = chance.randrange(len(fleet))
-        own = [link for pair, link in links.items() if number in pair]
-        time.sleep(chance.uniform(*_CHAOS_S))
-        kinds = kinds or chance.sample(_KINDS, len(_KINDS))
-        what = kinds.pop()
-        tally.add(what)
-        if what == "kills":
-            fleet[number].kill()
-            time.sleep(chance.uniform(0, 2))
-            fleet[number].start()
-            fleet[number].wait_until_ready()
-        elif what == "cuts":
-            some = chance.sample(own, chance.randint(1, len(own)))
-            for link in some:
-                link.cut()
-            time.sleep(chance.choice((0.5, 2, 8)))
-            for link in some:
-                link.mend()
+    def _interrupt(self, kind: str) -> None:
+        """Not the first node, which shows how memory grows."""
+        node = self._chance.choice(self.fleet[1:])
+        self.tally.add(kind)
+        if kind == "kills":
+            node.kill()
         else:
-            for link in own:
-                link.forget()
+            node.stop()
+        self._wait(self._chance.uniform(0, 1))
+        node.start()
+        node.wait_until_ready()
 
+    def _ask(self, engine: HashEngine, chance: random.Random) -> None:
+        try:
+            while not self._ended.wait(chance.uniform(*_PAUSES_S)):
+                phase = self.tally.phase
+                tokens = self._texts.prompt()
+                self.tally.add("requests")
+                hit_tokens = self._serve(engine, tokens)
+                self.tally.add(f"asked {phase}", len(tokens))
+                self.tally.add(f"hit {phase}", hit_tokens)
+        finally:
+            self._ended.set()
 
-def _ask(node: "_Node", chance: random.Random, tally: _Tally, ended: threading.Event) -> None:
-    config = ClientConfig(
-        connect_timeout_s=_CALL_S,
-        call_timeout_s=_CALL_S,
-        arrival_timeout_s=_ARRIVAL_S,
-        reconnect_interval_s=0.1,
-    )
-    with NodeClient(node.socket, config, name="soak") as client:
-        client.register(SPACE)
-        while not ended.is_set():
-            prompt = a_prompt(
-                SPACE, chance.randint(1, _MOST_TOKENS), seed=chance.randrange(_PROMPTS)
-            )
-            tally.add("requests")
-            began_s = time.monotonic()
-            try:
-                if chance.random() < 0.3:
-                    _store(client, prompt, tally)
-                else:
-                    _read(client, prompt, tally)
-            except KVHoldError:
-                tally.add("refused")
-                ended.wait(0.05)
-            took_s = time.monotonic() - began_s
-            if took_s > 4 * _CALL_S + _ARRIVAL_S + _SLACK_S:
-                tally.add("late", finding=f"a request took {took_s:.1f} s")
+    def _serve(self, engine: HashEngine, tokens: Tokens) -> int:
+        kv = compute_kv(tokens)
+        served, tally, what = engine.serve(tokens, kv), self.tally, f"{len(tokens)} tokens"
+        tally.add("calls", served.calls)
+        tally.add("stored", served.stored_tokens)
+        tally.add("hit", served.hit_tokens)
+        tally.add("peer", served.peer_tokens)
+        tally.add("refused", len(served.refused))
+        if (expected := answer(kv)) != served.tokens:
+            tally.add("wrong tokens", finding=f"{what}: {served.tokens}, not {expected}")
+        if served.wrong_bytes:
+            tally.add("wrong bytes", served.wrong_bytes, f"{what}, hit {served.hit_tokens}")
+        if served.damaged:
+            tally.add("damaged", finding=f"{what}: {served.damaged}")
+        for late in served.late:
+            tally.add("late", finding=late)
+        return served.hit_tokens
 
+    def _store_unseen(self, engines: list[HashEngine], among: list[int]) -> Tokens:
+        tokens, until_s = self._texts.unseen(), time.monotonic() + _PATIENCE_S
+        engine = engines[self._chance.choice(among)]
+        while True:
+            self._serve(engine, tokens)
+            if engine.find(tokens) == len(tokens):
+                return tokens
+            if time.monotonic() > until_s:
+                raise TimeoutError("a node stores nothing")
+            time.sleep(0.05)
 
-def _store(client: NodeClient, prompt: Prompt, tally: _Tally) -> None:
-    store(client, prompt)
-    tally.add("stored", prompt.num_tokens)
-
-
-def _read(client: NodeClient, prompt: Prompt, tally: _Tally) -> None:
-    began_s = time.monotonic()
-    with client.lookup(prompt.query()) as hit:
-        took_s = time.monotonic() - began_s
-        if took_s > _CALL_S + _ARRIVAL_S + _SLACK_S:
-            tally.add("late", finding=f"a lookup took {took_s:.1f} s")
-        if not hit.num_tokens or (lease := client.claim(hit.ticket)) is None:
-            return
-        with lease:
-            try:
-                check(lease, prompt, hit.num_tokens)
-            except (AssertionError, KVHoldError) as error:
-                tally.add("wrong", finding=f"{prompt.num_tokens} tokens: {error}")
-        tally.add("found", hit.num_tokens)
-        tally.add("loaded", sum(n for tier, n in hit.sources.items() if tier != "ram"))
-
-
-def _at_baseline(fleet: list["_Node"], tally: _Tally) -> int:
-    until_s = time.monotonic() + _PATIENCE_S
-    with ExitStack() as stack:
-        clients = [stack.enter_context(node.client()) for node in fleet]
-        left = dict(enumerate(clients))
-        clients[0].clear()
+    def _wait_until_back(
+        self, engines: list[HashEngine], far: list[tuple[Tokens, list[int]]], mended_s: float
+    ) -> None:
+        """far: prompts of one side, and the nodes of the other"""
+        left = [(tokens, number) for tokens, numbers in far for number in numbers]
+        until_s = mended_s + _PATIENCE_S
         while left and time.monotonic() < until_s:
-            left = {number: one for number, one in left.items() if not _is_empty(one)}
-            time.sleep(0.1)
-        for number, client in left.items():
-            status = client.status()
-            kept = {
-                name: status[name]
-                for name in ("used_bytes", "pinned_chunks", "arriving_chunks", "held")
-            }
-            tally.add("left", finding=f"node {number}: {kept}")
-        return len(left)
+            left = [
+                (tokens, number)
+                for tokens, number in left
+                if engines[number].find(tokens) < len(tokens)
+            ]
+            self._wait(0.05)
+        back_s = time.monotonic() - mended_s
+        for tokens, numbers in far:
+            for number in numbers:
+                self._serve(engines[number], tokens)
+        self.tally.back_s.append(round(back_s, 2))
+        if left or back_s > _BACK_S:
+            away = sorted({number for _, number in left})
+            self.tally.add("not back", finding=f"{back_s:.1f} s after a heal; then away: {away}")
+
+    def _wait(self, seconds: float) -> None:
+        self._ended.wait(max(0.0, seconds))
 
 
 def _is_empty(client: NodeClient) -> bool:
@@ -254,50 +362,60 @@ def _is_empty(client: NodeClient) -> bool:
     )
 
 
-class _Node:
-    def __init__(self, folder: Path, port: int, links: list[int]) -> None:
-        folder.mkdir()
-        self._folder = folder
-        self.socket = folder / "node.sock"
-        hosts = ",".join(f"127.0.0.1:{link}" for link in links)
-        (folder / "kvhold.toml").write_text(
-            f'tiers = ["peers://{hosts}?answer_timeout_s=1&forget_s=5&probe_timeout_s=2"]\n'
-            f"[peers]\nlisten = {json.dumps(f'127.0.0.1:{port}')}\n"
-        )
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = serve_command("--socket", str(self.socket), "--ram-bytes", str(_RAM_BYTES))
-        command += ["--config", str(self._folder / "kvhold.toml")]
-        environ = {
-            name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
-        } | {"XDG_STATE_HOME": str(self._folder)}
-        with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, env=environ
-            )
-
-    def wait_until_ready(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with self._process.stdout as said:
-            if b" ready on " not in said.readline():
-                log_end = (self._folder / "log").read_text()[-2000:]
-                raise RuntimeError(f"the node did not start: {log_end}")
-
-    def client(self) -> NodeClient:
-        config = ClientConfig(call_timeout_s=_PATIENCE_S)
-        return NodeClient(self.socket, config, name="soak, end")
-
-    def kill(self) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_S)
-        self.kill()
+def _report(soak: _Soak, network: str, left: int, seconds: float) -> PeersSoak:
+    tally = soak.tally
+    counts = tally.counts
+    rates = {phase: tally.hit_rate(phase) for phase in ("before", "cut", "after")}
+    met = {
+        "kill": counts["kills"],
+        "restart": counts["restarts"],
+        "cut": counts["cuts"],
+        "token from a peer": counts["peer"],
+        "node old enough to measure its memory": len(soak.grown),
+        "hit before a cut": rates["before"],
+    }
+    if rates["after"] < _BACK_SHARE * rates["before"]:
+        tally.add("hit rate", finding=f"{rates['after']} after cuts, {rates['before']} before")
+    broken = (
+        "wrong tokens",
+        "wrong bytes",
+        "damaged",
+        "late",
+        "not back",
+        "hit rate",
+        "grown",
+        "crossed",
+    )
+    missing = [
+        f"no {name}: this run shows nothing of them" for name, is_met in met.items() if not is_met
+    ]
+    return PeersSoak(
+        network=network,
+        nodes=len(soak.fleet),
+        requests=counts["requests"],
+        calls=counts["calls"],
+        stored_tokens=counts["stored"],
+        hit_tokens=counts["hit"],
+        peer_tokens=counts["peer"],
+        refused=counts["refused"],
+        kills=counts["kills"],
+        restarts=counts["restarts"],
+        cuts=counts["cuts"],
+        forgotten=counts["forgotten"],
+        wrong_tokens=counts["wrong tokens"],
+        wrong_bytes=counts["wrong bytes"],
+        damaged=counts["damaged"],
+        late=counts["late"],
+        not_back=counts["not back"],
+        slowest_back_s=max(tally.back_s, default=0.0),
+        hit_rate_before=rates["before"],
+        hit_rate_cut=rates["cut"],
+        hit_rate_after=rates["after"],
+        grown_bytes=max(soak.grown, default=0),
+        measured_nodes=len(soak.grown),
+        left=left,
+        findings=tally.findings,
+        missing=missing,
+        seconds=round(seconds, 1),
+        passed=not (missing or left or any(counts[name] for name in broken)),
+    )
