@@ -41,9 +41,11 @@ class ReadBuffer:
         self.parts = parts
         self._chunk = chunk
         self._keyring = keyring
-        self._arrived: RunningChecksums | None = None
+        self._sums: _ArrivingSums | None = None
         if isinstance(parts, WatchedParts):
-            parts.begin = self._begin
+            layer_bytes = pending_read.entry.nbytes // self._num_layers
+            self._sums = _ArrivingSums(parts[0].nbytes, layer_bytes)
+            parts.begin = self._sums.begin
 
     @classmethod
     def of(
@@ -74,13 +76,7 @@ class ReadBuffer:
     @property
     def is_summed(self) -> bool:
         """The chunk was checked as it arrived."""
-        return self._arrived is not None and len(self._arrived.layers) == self._num_layers
-
-    def _begin(self) -> Callable[[memoryview], None]:
-        entry = self.pending_read.entry
-        header_bytes, layer_bytes = self.parts[0].nbytes, entry.nbytes // self._num_layers
-        self._arrived = RunningChecksums(header_bytes, layer_bytes)
-        return self._arrived.add
+        return self._sums is not None and len(self._sums.layers) == self._num_layers
 
     @property
     def _num_layers(self) -> int:
@@ -121,10 +117,23 @@ class ReadBuffer:
         return header.expires_at
 
     def _verify(self, header: FrameHeader) -> None:
-        if self._arrived is None or not self.is_summed:
+        if self._sums is None or not self.is_summed:
             verify(header, self._chunk)
-        elif tuple(self._arrived.layers) != header.checksums:
+        elif tuple(self._sums.layers) != header.checksums:
             raise FrameError("checksum", "of a layer")
+
+
+class _ArrivingSums:
+    """Apart from the buffer, whose parts refer to it: a node collects no cycles."""
+
+    def __init__(self, header_bytes: int, layer_bytes: int) -> None:
+        self._sizes = header_bytes, layer_bytes
+        self.layers: list[int] = []
+
+    def begin(self) -> Callable[[memoryview], None]:
+        running = RunningChecksums(*self._sizes)
+        self.layers = running.layers
+        return running.add
 
 
 def _decode(
