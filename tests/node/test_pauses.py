@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvhold.cache.chores import Running
+from kvhold.cache.local import open_cache
 from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.keys import Namespace
@@ -16,6 +17,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.node.session import Session
+from kvhold.testing.cache import PATIENT_S, PLAIN, a_prompt, read, registered, store
 
 LAYOUT = Layout((Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8"),), tokens_per_chunk=2)
 SPACE = Namespace("model", LAYOUT)
@@ -63,6 +65,23 @@ def test_requests_make_no_cycles_so_nothing_piles_up_while_the_collector_rests()
         assert gc.collect() < 100, "less than one object for each round of twenty requests"
     finally:
         gc.enable()
+
+
+def test_reads_from_a_tier_make_no_cycles() -> None:
+    with open_cache(ram_bytes="4MiB", tiers=["memory://?max_bytes=64MiB"]) as cache:
+        space = registered(cache, Namespace("model", PLAIN))
+        prompts = [a_prompt(space, 16 * 16, seed) for seed in range(60)]
+        for prompt in prompts:
+            store(cache, prompt)
+            assert cache.flush(deadline_s=PATIENT_S)
+        gc.collect()
+        gc.disable()
+        try:
+            for prompt in prompts[:40]:
+                assert read(cache, prompt) == 16 * 16
+            assert gc.collect() < 40 * 16, "less than one object for each chunk"
+        finally:
+            gc.enable()
 
 
 def test_a_node_collects_young_objects_when_it_is_told_to() -> None:
