@@ -79,6 +79,4 @@ def run_ip(*arguments: str, program: str = "ip") -> None:
         subprocess.run([program, *arguments], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        raise NoSecondHost(
-            f"a second network namespace cannot be made here: {said.strip()}"
-        ) from None
+        raise NoSecondHost(f"network namespaces cannot be made here: {said.strip()}") from None

@@ -260,6 +260,8 @@ class _Soak:
         everyone = range(len(self.fleet))
         side = self._chance.sample(everyone, self._chance.randint(1, len(everyone) // 2))
         interruptions = self._chance.sample(("kills", "restarts"), 2)
+        for node in self.fleet:
+            node.take_baseline(_OLD_S)
         self.tally.phase = "before"
         self._interrupt(interruptions[0])
         if self._network.forget(self._chance.choice(everyone)):
@@ -286,8 +288,6 @@ class _Soak:
         self.tally.phase = "after"
         self._wait_until_back(engines, far, mended_s)
         self._wait(mended_s + _AFTER_S - time.monotonic())
-        for node in self.fleet:
-            node.take_baseline(_OLD_S)
 
     def _interrupt(self, kind: str) -> None:
         """Not the first node, which shows how memory grows."""
