@@ -63,7 +63,7 @@ def answer(kv: Words) -> list[int]:
 
 
 @dataclass
-class Served:
+class ServedPrompt:
     """tokens:        the answer
     hit_tokens:    loaded from the cache
     peer_tokens:   of these, from peers
@@ -94,9 +94,9 @@ class HashEngine:
         # a poll begins before the wait ends, and a last one settles
         self._lookup_s = 3 * config.call_timeout_s + config.arrival_timeout_s + allowed_s
 
-    def serve(self, tokens: Tokens, expected: Words) -> Served:
+    def serve(self, tokens: Tokens, expected: Words) -> ServedPrompt:
         """expected: the KV of the tokens, computed without a cache"""
-        served, prompt = Served(), SPACE.prompt(tokens)
+        served, prompt = ServedPrompt(), SPACE.prompt(tokens)
         kv = _NOTHING
         with _noting_refusals(served):
             kv = self._load(prompt, served)
@@ -118,7 +118,7 @@ class HashEngine:
         except KVHoldError:
             return 0
 
-    def _load(self, prompt: Prompt, served: Served) -> Words:
+    def _load(self, prompt: Prompt, served: ServedPrompt) -> Words:
         with _timed(served, "lookup", self._lookup_s):
             hit = self._client.lookup(prompt.query())
         with hit:
@@ -139,7 +139,7 @@ class HashEngine:
             served.peer_tokens = sum(n for tier, n in hit.sources.items() if tier != "ram")
         return kv
 
-    def _store(self, prompt: Prompt, kv: Words, served: Served) -> None:
+    def _store(self, prompt: Prompt, kv: Words, served: ServedPrompt) -> None:
         first = min(served.hit_tokens // SPACE.layout.tokens_per_chunk, prompt.num_whole)
         names = prompt.chunks(first)
         if not len(names):
@@ -159,7 +159,7 @@ class HashEngine:
 
 
 @contextmanager
-def _timed(served: Served, call: str, limit_s: float) -> Iterator[None]:
+def _timed(served: ServedPrompt, call: str, limit_s: float) -> Iterator[None]:
     served.calls += 1
     began_s = time.monotonic()
     try:
@@ -171,7 +171,7 @@ def _timed(served: Served, call: str, limit_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _noting_refusals(served: Served) -> Iterator[None]:
+def _noting_refusals(served: ServedPrompt) -> Iterator[None]:
     try:
         yield
     except DamagedChunks as error:
