@@ -1,8 +1,8 @@
-"""Hosts on one switch: network namespaces (root, iproute2), which share the file system.
+"""Network namespaces on one switch.
 
 with SwitchedHosts(8) as hosts:
     subprocess.Popen([*hosts.enter(3), ...])
-    hosts.split({3, 5})    # 3 and 5 reach each other, and no other host
+    hosts.split({3, 5})    # reach only each other
     hosts.mend()
 """
 
@@ -20,12 +20,12 @@ from kvhold_lab.bench.second_host import (
     run_ip,
 )
 
-_WHOLE, _SIDE = "whole", "side"  # two bridges
+_WHOLE, _SIDE = "whole", "side"
 _numbers = count()
 
 
 class SwitchedHosts:
-    """Entering it raises NoSecondHost. Lost packets of a split leave connections open."""
+    """Entering it raises NoSecondHost."""
 
     def __init__(self, hosts: int) -> None:
         self._name = f"{PREFIX}{os.getpid()}x{next(_numbers)}"
@@ -33,7 +33,6 @@ class SwitchedHosts:
         self._made = ExitStack()
 
     def enter(self, number: int) -> tuple[str, ...]:
-        """The words before a command that runs on this host."""
         return ("ip", "netns", "exec", self._host(number))
 
     def address(self, number: int) -> str:

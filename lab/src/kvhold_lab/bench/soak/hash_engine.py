@@ -1,7 +1,4 @@
-"""An engine without a model library: KV and tokens are hashes of the tokens before them.
-
-As in a real one, the KV of the rest is computed from the loaded KV, and the answer from all KV.
-"""
+"""An engine whose KV are hashes of the tokens before, and whose answers are hashes of all KV."""
 
 import time
 from collections.abc import Iterator
@@ -39,7 +36,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def compute_kv(tokens: Tokens, before: Words | None = None) -> Words:
-    """[layers, planes, tokens, words] of the tokens that follow those of `before`."""
+    """[layers, planes, tokens, words]"""
     first = 0 if before is None else before.shape[2]
     state = np.uint64(0) if before is None or not first else before[0, 0, -1, 0]
     mixed = (tokens.astype(np.uint64) + np.arange(first, first + len(tokens), dtype=np.uint64)) + 1
@@ -64,17 +61,6 @@ def answer(kv: Words) -> list[int]:
 
 @dataclass
 class ServedPrompt:
-    """tokens:        the answer
-    hit_tokens:    loaded from the cache
-    peer_tokens:   of these, from peers
-    stored_tokens: given to the cache
-    wrong_bytes:   of the loaded KV
-    damaged:       what the cache itself found damaged
-    calls:         number
-    late:          calls after their deadline
-    refused:       errors of the cache
-    """
-
     tokens: list[int] = field(default_factory=list)
     hit_tokens: int = 0
     peer_tokens: int = 0
@@ -88,14 +74,14 @@ class ServedPrompt:
 
 class HashEngine:
     def __init__(self, client: NodeClient, config: ClientConfig, allowed_s: float) -> None:
-        """allowed_s: beyond a deadline, for the threads of a busy machine"""
+        """allowed_s: beyond a deadline"""
         self._client = client
         self._call_s = config.call_timeout_s + allowed_s
-        # a poll begins before the wait ends, and a last one settles
+        # a poll may begin as the wait ends, and another one settles
         self._lookup_s = 3 * config.call_timeout_s + config.arrival_timeout_s + allowed_s
 
     def serve(self, tokens: Tokens, expected: Words) -> ServedPrompt:
-        """expected: the KV of the tokens, computed without a cache"""
+        """expected: KV computed without a cache"""
         served, prompt = ServedPrompt(), SPACE.prompt(tokens)
         kv = _NOTHING
         with _noting_refusals(served):
@@ -111,7 +97,6 @@ class HashEngine:
         return served
 
     def find(self, tokens: Tokens) -> int:
-        """The length of the hit; 0 also after an error."""
         try:
             with self._client.lookup(SPACE.prompt(tokens).query()) as hit:
                 return hit.num_tokens

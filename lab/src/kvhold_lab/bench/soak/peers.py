@@ -1,7 +1,4 @@
-"""Nodes are killed, restarted and cut off from each other, while engines use them.
-
-At the end one node clears, and all must be empty.
-"""
+"""Nodes are killed, restarted and cut off. At the end one clears, and all must be empty."""
 
 import random
 import tempfile
@@ -36,13 +33,13 @@ from kvhold_lab.quiet import quiet
 _DOCUMENTS = 100  # twice one node's memory
 _DOCUMENT_TOKENS = (200, 1000)
 _QUESTION_TOKENS = (1, 60)
-_NEW_DOCUMENTS = 0.05  # share of the requests
-_PAUSES_S = (0.4, 1.6)  # between an engine's requests
+_NEW_DOCUMENTS = 0.05
+_PAUSES_S = (0.4, 1.6)
 _WARM_UP_REQUESTS = 300
 _QUIET_S, _CUTS_S = (3.0, 5.0), (1.0, 4.0, 8.0, 14.0)
 _BACK_S, _AFTER_S = 10.0, 10.0
-_BACK_SHARE = 0.9  # of the hit rate before
-_OLD_S = 15.0  # a node whose memory is measured from then on
+_BACK_SHARE = 0.9
+_OLD_S = 15.0  # then its memory is measured
 _GROWTH_BYTES = 16 << 20
 _ALLOWED_S = 1.0
 _PATIENCE_S = 60.0
@@ -66,17 +63,9 @@ _HELD = ("used_bytes", "pinned_chunks", "arriving_chunks", "held")
 
 @dataclass(frozen=True)
 class PeersSoak:
-    """wrong_tokens:  requests with another answer than without a cache
-    wrong_bytes:   of loaded KV
-    damaged:       hits that the cache itself found damaged
-    late:          calls after their deadline
-    not_back:      heals after which a node had not found a prompt of the other side in 10 s
-    slowest_back_s: of the heals
-    hit_rate_...:  of the tokens, before cuts, during them, and in the 10 s after them
-    grown_bytes:   the most that a node's own memory grew since its warm-up
-    measured_nodes: with such a measurement
-    left:          nodes that held something at the end
-    tracebacks:    nodes with one in the log
+    """not_back:    heals after which a prompt of the other side was not found in time
+    grown_bytes: the most of a node, without its arena
+    left:        nodes that held something at the end
     """
 
     network: str
@@ -130,8 +119,6 @@ class _Tally:
 
 
 class _Texts:
-    """Documents that requests share, and new ones in the place of old ones."""
-
     def __init__(self, seed: int) -> None:
         self._chance = np.random.default_rng(seed)
         self._documents = [self._document() for _ in range(_DOCUMENTS)]
@@ -199,7 +186,6 @@ class _Soak:
         self._ended = threading.Event()
 
     def run(self, requests: int) -> None:
-        """At least one round."""
         with ExitStack() as stack:
             engines = []
             for number, node in enumerate(self.fleet):
@@ -235,7 +221,7 @@ class _Soak:
                 self.tally.add("grown", finding=f"node {number} by {grown:,} bytes")
 
     def _count_left(self) -> None:
-        """While the engines are connected: a lost connection would free what they hold."""
+        """While the engines are connected, as a lost connection frees memory."""
         patient = ClientConfig(call_timeout_s=_PATIENCE_S)
         until_s = time.monotonic() + _PATIENCE_S
         with ExitStack() as stack:
@@ -256,7 +242,6 @@ class _Soak:
                 self.tally.add("tracebacks", finding=f"node {number}: {node.log[-1000:]}")
 
     def _round(self, engines: list[HashEngine]) -> None:
-        """Before, during and after a cut."""
         everyone = range(len(self.fleet))
         side = self._chance.sample(everyone, self._chance.randint(1, len(everyone) // 2))
         interruptions = self._chance.sample(("kills", "restarts"), 2)
@@ -290,7 +275,7 @@ class _Soak:
         self._wait(mended_s + _AFTER_S - time.monotonic())
 
     def _interrupt(self, kind: str) -> None:
-        """Not the first node, which shows how memory grows."""
+        """Not the first node: its memory is measured."""
         node = self._chance.choice(self.fleet[1:])
         self.tally.add(kind)
         if kind == "kills":

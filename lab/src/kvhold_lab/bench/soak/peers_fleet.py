@@ -33,12 +33,12 @@ class FleetNetwork(Protocol):
     def peers(self, number: int) -> list[str]: ...
 
     def split(self, side: Collection[int]) -> None:
-        """Cut these nodes off from the others."""
+        """From the other nodes."""
 
     def mend(self) -> None: ...
 
     def forget(self, number: int) -> bool:
-        """Lose this node's connections silently. False: impossible here."""
+        """Lose its connections silently. False: impossible here."""
 
 
 class _Namespaces:
@@ -164,12 +164,11 @@ class SoakNode:
         return int(kilobytes) << 10
 
     def take_baseline(self, warm_s: float) -> None:
-        """Unless it has one, or started less than `warm_s` ago."""
         if self._baseline is None and time.monotonic() - self._started_s >= warm_s:
             self._baseline = self.own_bytes()
 
     def growth(self) -> int | None:
-        """In bytes since the baseline; None: it has none."""
+        """None: without a baseline."""
         return None if self._baseline is None else self.own_bytes() - self._baseline
 
     def kill(self) -> None:
