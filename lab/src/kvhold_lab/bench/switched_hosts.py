@@ -1,7 +1,6 @@
 """Network namespaces on one switch.
 
 with SwitchedHosts(8) as hosts:
-    subprocess.Popen([*hosts.enter(3), ...])
     hosts.split({3, 5})    # reach only each other
     hosts.mend()
 """

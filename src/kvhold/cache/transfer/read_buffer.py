@@ -124,7 +124,7 @@ class ReadBuffer:
 
 
 class _ArrivingSums:
-    """Apart from the buffer, whose parts refer to it: a node collects no cycles."""
+    """No part of a cycle: a node collects none."""
 
     def __init__(self, header_bytes: int, layer_bytes: int) -> None:
         self._sizes = header_bytes, layer_bytes

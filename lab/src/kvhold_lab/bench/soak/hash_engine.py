@@ -1,4 +1,4 @@
-"""An engine whose KV are hashes of the tokens before, and whose answers are hashes of all KV."""
+"""An engine whose KV are hashes of tokens, and whose answers are hashes of KV."""
 
 import time
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ class HashEngine:
         """allowed_s: beyond a deadline"""
         self._client = client
         self._call_s = config.call_timeout_s + allowed_s
-        # a poll may begin as the wait ends, and another one settles
+        # a poll after the wait, and settling
         self._lookup_s = 3 * config.call_timeout_s + config.arrival_timeout_s + allowed_s
 
     def serve(self, tokens: Tokens, expected: Words) -> ServedPrompt:

@@ -1,4 +1,4 @@
-"""Nodes are killed, restarted and cut off. At the end one clears, and all must be empty."""
+"""Nodes are killed, restarted and cut off. At the end, all must be empty."""
 
 import random
 import tempfile
@@ -63,7 +63,7 @@ _HELD = ("used_bytes", "pinned_chunks", "arriving_chunks", "held")
 
 @dataclass(frozen=True)
 class PeersSoak:
-    """not_back:    heals after which a prompt of the other side was not found in time
+    """not_back:    heals with prompts found too late, or never
     grown_bytes: the most of a node, without its arena
     left:        nodes that held something at the end
     """
@@ -221,7 +221,7 @@ class _Soak:
                 self.tally.add("grown", finding=f"node {number} by {grown:,} bytes")
 
     def _count_left(self) -> None:
-        """While the engines are connected, as a lost connection frees memory."""
+        """While engines are connected: lost connections free memory."""
         patient = ClientConfig(call_timeout_s=_PATIENCE_S)
         until_s = time.monotonic() + _PATIENCE_S
         with ExitStack() as stack:
@@ -275,7 +275,7 @@ class _Soak:
         self._wait(mended_s + _AFTER_S - time.monotonic())
 
     def _interrupt(self, kind: str) -> None:
-        """Not the first node: its memory is measured."""
+        """Not the first node, for its memory."""
         node = self._chance.choice(self.fleet[1:])
         self.tally.add(kind)
         if kind == "kills":
@@ -330,7 +330,7 @@ class _Soak:
     def _wait_until_back(
         self, engines: list[HashEngine], far: list[tuple[Tokens, list[int]]], mended_s: float
     ) -> None:
-        """far: prompts of one side, and the nodes of the other"""
+        """far: prompts of one side, nodes of the other"""
         left = [(tokens, number) for tokens, numbers in far for number in numbers]
         until_s = mended_s + _PATIENCE_S
         while left and time.monotonic() < until_s and not self._ended.is_set():
