@@ -24,7 +24,7 @@ _BLOCK, _MODEL = 32, "retrieval"
 _NAMES = {
     "none": "none",
     **{f"first-{n}": f"first ratio={n / 100}" for n in (5, 10, 15)},
-    **{f"query-{n}": f"query ratio={n / 100}" for n in (5, 10, 15, 19)},
+    **{f"query-{n}": f"query ratio={n / 100}" for n in (5, 10, 15, 19, 19.8)},
     **{f"deviation@1-{n}": f"deviation check_layer=1 ratio={n / 100}" for n in (5, 10, 15)},
 }
 
