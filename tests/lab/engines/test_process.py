@@ -7,6 +7,7 @@ from kvhold_lab.engines.process import EngineFailed, LoggedProcess
 
 FAILS = """
 import sys
+print("WARNING: may cause errors like `OSError: Too many open files`", file=sys.stderr)
 print("(EngineCore) ERROR RuntimeError: no memory for KV", file=sys.stderr)
 print("x" * 10_000, file=sys.stderr)
 raise RuntimeError("See root cause above")

@@ -20,7 +20,7 @@ from kvhold_lab.engines.preloaded import ForkedProcess, spawn
 _LOG_TAIL_BYTES = 3_000
 _STACKS_TAIL_BYTES = 12_000
 _SEARCHED_BYTES = 64 << 10
-_ERROR = re.compile(r"\b\w+(?:Error|Exception): .{1,300}")
+_ERROR = re.compile(r"(?<!`)\b\w+(?:Error|Exception): .{1,300}")  # `quoted`: only warned of
 _STACKS_WAIT_S = 5.0
 
 

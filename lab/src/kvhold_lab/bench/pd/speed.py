@@ -8,7 +8,7 @@ A round has prompts of each share of reuse. "alone" and "prefill alone" are not 
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -148,6 +148,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="kvhold-pd-") as folder, ExitStack() as stack:
         asked: dict[str, _Ask] = {}
         beside: dict[str, _Ask] = {}
+        pairs: dict[str, PdPair] = {}
         for system in systems:
             say(f"starting a prefill and a decode engine, {system} ...")
             pair = stack.enter_context(
@@ -162,6 +163,7 @@ def measure(
                     second_host=host,
                 )
             )
+            pairs[system] = pair
             asked[system] = _asking(stack.enter_context(_proxy(pair, "nixl")).url)
             if system == KVHOLD:
                 asked[KVHOLD_P2P] = _asking(stack.enter_context(_proxy(pair, "p2p")).url)
@@ -171,13 +173,35 @@ def measure(
                 for name, params in ((NEXT_DOOR, FOR_DECODER), (UNSTORED, _LEFT_ALONE)):
                     neighbour = partial(_prefilling, prefill, work, params)
                     beside[name] = _asking_beside(asked[ALONE], neighbour)
-        _ask_in_turn(work, asked, times, say)
+        _ask_in_turn(work, _undisturbed(asked, pairs), times, say)
         if beside:
             say("prefills next door")
-            _ask_in_turn(work, beside, times, say, first_prompt=1 + work.rounds)
+            first_prompt = 1 + work.rounds
+            _ask_in_turn(work, _undisturbed(beside, pairs), times, say, first_prompt=first_prompt)
 
 
 _Ask = Callable[[list[int], str], TimedAnswer]
+
+
+def _undisturbed(asked: Mapping[str, _Ask], pairs: Mapping[str, PdPair]) -> dict[str, _Ask]:
+    """Other systems' engines are stopped meanwhile: idle ones, such as NIXL's, may spin."""
+
+    def undisturbed(ask: _Ask, others: Sequence[PdPair]) -> _Ask:
+        def ask_alone(prompt: list[int], salt: str) -> TimedAnswer:
+            with ExitStack() as stopped:
+                for pair in others:
+                    stopped.enter_context(pair.paused("prefill"))
+                    stopped.enter_context(pair.paused("decode"))
+                return ask(prompt, salt)
+
+        return ask_alone
+
+    return {
+        name: undisturbed(
+            ask, [pair for of, pair in pairs.items() if (of == NIXL) != (name == NIXL)]
+        )
+        for name, ask in asked.items()
+    }
 
 
 def _ask_in_turn(
