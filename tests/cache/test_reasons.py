@@ -103,7 +103,7 @@ def a_full_cache_that_has_learnt(*tiers: str) -> Iterator[tuple[LocalCache, Cloc
     """Memory has a prompt that comes back. Another was looked up, and is missing."""
     with cache_over(*tiers, policy="learned") as cache:
         policy = LearnedPolicy(clock := Clock())
-        cache._state.ram._policy = cache._state.ram.spares._policy = policy
+        cache._state.ram._policy = policy
         cache._state._evictions._clock = clock
         other = a_prompt(SPACE, 32, seed=2)
         cache.lookup(FULL.query()).close()

@@ -117,7 +117,7 @@ class RamTier:
         self.limits = MemoryLimits(namespace_bytes=quota_bytes)
         self._clock = clock
         self._entries: KeyTable[Entry] = KeyTable()
-        self.spares = SpareChunks(policy, self._entries.__getitem__)
+        self.spares = SpareChunks(self._entries.__getitem__)
         self._num_by: dict[bytes, int] = {}
         self._num_live = 0
         self._num_pinned = 0
@@ -583,7 +583,7 @@ class RamTier:
     ) -> bool:
         if self.before_eviction is not None:
             self.before_eviction()
-        victims = self.spares.victims(nbytes, self._is_kept, namespace, wanted)
+        victims = self.spares.victims(self._policy, nbytes, self._is_kept, namespace, wanted)
         if self._policy.declined:
             self.refusal = DECLINED
         for key in victims:

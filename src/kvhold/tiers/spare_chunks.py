@@ -22,8 +22,7 @@ class _Chunk(Protocol):
 
 
 class SpareChunks:
-    def __init__(self, policy: Policy, chunk_of: Callable[[bytes], _Chunk]) -> None:
-        self._policy = policy
+    def __init__(self, chunk_of: Callable[[bytes], _Chunk]) -> None:
         self._chunk_of = chunk_of
         self._looks = 0
         self.copies_of: CopiesOf | None = None
@@ -33,15 +32,15 @@ class SpareChunks:
 
     def victims(
         self,
+        policy: Policy,
         nbytes: int,
         pinned: Callable[[bytes], bool],
         namespace: bytes | None = None,
         wanted: bytes | None = None,
     ) -> list[bytes]:
-        policy = self._policy
         # `learned` compares `wanted` with victims
         if self.copies_of is not None and not (policy.learns and wanted is not None):
-            chosen = self._spares(nbytes, pinned, namespace)
+            chosen = self._spares(policy, nbytes, pinned, namespace)
             left = nbytes - sum(self._chunk_of(key).taken_bytes for key in chosen)
             if left <= 0:
                 return chosen
@@ -54,7 +53,11 @@ class SpareChunks:
         return policy.victims(nbytes, pinned, namespace, wanted)
 
     def _spares(
-        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None
+        self,
+        policy: Policy,
+        nbytes: int,
+        pinned: Callable[[bytes], bool],
+        namespace: bytes | None,
     ) -> list[bytes]:
         known: dict[bytes, int] = {}
         chosen: dict[bytes, None] = {}
@@ -70,7 +73,7 @@ class SpareChunks:
             return known[key]
 
         for least in (KEPT_ELSEWHERE, KEPT_HERE):
-            more = self._policy.some_victims(
+            more = policy.some_victims(
                 left,
                 lambda key: key in chosen or pinned(key) or copies_of(key) < least,  # noqa: B023
                 namespace,
